@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.tensor import DTensor
 
 from cosmos_framework.model._base import ImaginaireModel
 from cosmos_framework.utils import distributed
@@ -77,6 +78,22 @@ class TinyBatches:
             self.fetched += 1
             yield self.batch(index, distributed.get_rank())
             index += 1
+
+
+def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of the model's parameters as one process would hold them, by name; every rank calls."""
+    return {name: _full(parameter) for name, parameter in model.named_parameters()}
+
+
+def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns copies of the gradients as one process would hold them, by name; every rank calls."""
+    return {
+        name: None if parameter.grad is None else _full(parameter.grad) for name, parameter in model.named_parameters()
+    }
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def tiny_config(folder: Path | str, *overrides: str) -> DictConfig:

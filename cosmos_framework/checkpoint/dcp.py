@@ -130,12 +130,21 @@ class DistributedCheckpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         distributed.barrier()
-        dcp.save(state, checkpoint_id=partial)
+        try:
+            dcp.save(state, checkpoint_id=partial)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"{final} could not be written ({_reason(error)}); {self._folder / _LATEST} {self._latest_now()}."
+            ) from error
         if distributed.is_rank0():
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             _write_atomically(self._folder / _LATEST, f"{name}\n")
         distributed.barrier()
+
+    def _latest_now(self) -> str:
+        latest = self._folder / _LATEST
+        return f"still names {latest.read_text().strip()}" if latest.exists() else "does not exist yet"
 
     def load(
         self,
@@ -305,8 +314,12 @@ def _read(state: dict[str, Any], source: Path) -> None:
     try:
         dcp.load(state, checkpoint_id=source)
     except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise CheckpointError(f"{source} cannot be read ({reason}). {_use_another(source)}") from error
+        raise CheckpointError(f"{source} cannot be read ({_reason(error)}). {_use_another(source)}") from error
+
+
+def _reason(error: CheckpointException) -> BaseException:
+    """Returns what went wrong on the first rank on which something did."""
+    return next(iter(error.failures.values()))[0]
 
 
 def _random_key() -> str:

@@ -41,7 +41,9 @@ class ImaginaireTrainer:
     """
 
     def __init__(self, config: Config) -> None:
-        """Joins the process group and makes the job's output folder.
+        """Joins the process group, makes the job's output folder and seeds the random numbers.
+
+        A model that is built after this is initialised from `trainer.seed`.
 
         Args:
             config: The whole configuration, checked (`cosmos_framework.utils.config.check_config`).
