@@ -61,8 +61,9 @@ class ImaginaireModel(torch.nn.Module):
         Returns:
             The optimizer and the scheduler, which the trainer steps once a window.
         """
-        optimizer = instantiate(optimizer_config, self.parameters())
-        return optimizer, instantiate(scheduler_config, optimizer)
+        # Plain lists and dicts: what the two keep goes into checkpoints.
+        optimizer = instantiate(optimizer_config, self.parameters(), _convert_="all")
+        return optimizer, instantiate(scheduler_config, optimizer, _convert_="all")
 
     def fsdp_modules(self) -> Iterator[torch.nn.Module]:
         """Names the modules that become FSDP groups, inner ones before the ones around them.
