@@ -100,16 +100,7 @@ class ImaginaireTrainer:
         watchdog: _Watchdog,
     ) -> None:
         trainer = self.config.trainer
-        memory_format = getattr(torch, trainer.memory_format)
-        model = model.to(distributed.device(), memory_format=memory_format)  # type: ignore[call-overload]
-        model.on_train_start(memory_format)
-        model_ddp = parallelism.parallelize(model, self.config)
-        self.callbacks.on_optimizer_init_start()
-        optimizer, scheduler = model.init_optimizer_scheduler(self.config.optimizer, self.config.scheduler)
-        grad_scaler = self._init_grad_scaler()
-        self.callbacks.on_optimizer_init_end()
-        # The initialisation above may have drawn a different amount of random numbers on each kind of mesh.
-        misc.set_random_seed(trainer.seed, by_rank=True)
+        model_ddp, optimizer, scheduler, grad_scaler = self._prepare(model)
         iteration = self.checkpointer.load(model, optimizer, scheduler, grad_scaler)
         if hasattr(dataloader_train, "set_start_iteration"):
             dataloader_train.set_start_iteration(self.progress.micro_batches)
@@ -146,6 +137,27 @@ class ImaginaireTrainer:
             self.checkpointer.save(model, optimizer, scheduler, grad_scaler, iteration)
         self.callbacks.on_train_end(model, iteration=iteration)
         self.checkpointer.finalize()
+
+    def _prepare(
+        self, model: ImaginaireModel
+    ) -> tuple[
+        ImaginaireModel | distributed.DistributedDataParallel,
+        torch.optim.Optimizer,
+        torch.optim.lr_scheduler.LRScheduler,
+        torch.amp.GradScaler,
+    ]:
+        """Returns the model as it is trained, its optimizer over the sharded parameters, scheduler and scaler."""
+        memory_format = getattr(torch, self.config.trainer.memory_format)
+        model.to(distributed.device(), memory_format=memory_format)  # type: ignore[call-overload]
+        model.on_train_start(memory_format)
+        model_ddp = parallelism.parallelize(model, self.config)
+        self.callbacks.on_optimizer_init_start()
+        optimizer, scheduler = model.init_optimizer_scheduler(self.config.optimizer, self.config.scheduler)
+        grad_scaler = self._init_grad_scaler()
+        self.callbacks.on_optimizer_init_end()
+        # Models draw differently many random numbers before they are here; training must not depend on that.
+        misc.set_random_seed(self.config.trainer.seed, by_rank=True)
+        return model_ddp, optimizer, scheduler, grad_scaler
 
     def _init_grad_scaler(self) -> torch.amp.GradScaler:
         """Only float16 gradients underflow, and only CUDA computes in it; elsewhere the scaler passes all through."""
