@@ -22,6 +22,9 @@ DOMAINS = ("left", "right")
 class TinyNetwork(torch.nn.Module):
     """Two blocks, and a head for each domain in the group of the network itself."""
 
+    blocks: torch.nn.ModuleList
+    heads: torch.nn.ModuleDict
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Linear(4, 6)
@@ -37,6 +40,8 @@ class TinyNetwork(torch.nn.Module):
 
 class TinyModel(ImaginaireModel):
     """Regression with the head of the micro-batch's domain."""
+
+    scale: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,6 +27,7 @@ class ProgressBar(Callback):
     def on_train_start(self, model: ImaginaireModel, iteration: int = 0) -> None:
         """Draws the bar."""
         self._bar = tqdm(total=self.config.trainer.max_iter, initial=iteration, desc="training", unit="iter")
+        self._waits: str | None = None
         self._start_window()
 
     def _start_window(self) -> None:
@@ -59,10 +60,13 @@ class ProgressBar(Callback):
         """Moves the bar on."""
         loss_mean = torch.stack(self._losses).mean().item()
         seconds = time.perf_counter() - self._since
+        # What waits is settled by the first window.
+        self._waits = self._waits or _what_waits(model)
         figures = {
             "loss": f"{loss_mean:.4g}",
             "s/iter": f"{seconds:.3g}",
             "samples/s": f"{self._samples * distributed.get_world_size() / seconds:.3g}",
+            "waits": self._waits,
         }
         self._bar.set_postfix(figures, refresh=False)
         self._bar.update()
@@ -72,3 +76,10 @@ class ProgressBar(Callback):
     def on_train_end(self, model: ImaginaireModel, iteration: int = 0) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
+
+
+def _what_waits(model: ImaginaireModel) -> str:
+    """Names the collectives that wait for the boundary, over all backends of the model."""
+    sync = distributed.grad_sync_of(model)
+    waiting = [collective for backend in sync.plan() for collective in backend.waits] if sync is not None else []
+    return "+".join(dict.fromkeys(waiting)) or "nothing"

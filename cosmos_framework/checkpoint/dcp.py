@@ -7,7 +7,8 @@
         iter_000000005/          one DCP checkpoint: every rank's shards and `.metadata`, which lists them
         latest_checkpoint.txt    the name of the checkpoint to resume from, written last
 
-DCP fits what it reads to the mesh of the run that reads: another number of ranks, another layout, or one process.
+DCP fits what it reads to the mesh of the run that reads: another number of ranks, another layout, or one process. The
+folder must be one that all hosts share.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ def alone() -> Iterator[None]:
 
 
 class Overflowing(TinyModel):
-    """A block of it gets a gradient of NaN."""
+    """One of its parameters gets a gradient of NaN."""
 
     def on_after_backward(self, iteration: int = 0) -> None:
-        gradient = self.net.blocks[0].bias.grad
+        gradient = self.net.embed.bias.grad
         assert gradient is not None
         gradient.fill_(math.nan)
 

@@ -18,7 +18,7 @@ from cosmos_framework.model._base import ImaginaireModel
 from cosmos_framework.trainer import ImaginaireTrainer
 from cosmos_framework.utils import distributed
 from cosmos_framework.utils.callback import Callback
-from tests.tiny import TinyBatches, TinyModel, tiny_config
+from tests.tiny import TinyBatches, TinyModel, full_tensors, tiny_config
 
 EVENTS: list[tuple[str, int | None]] = []
 
@@ -240,7 +240,7 @@ def test_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
         trainer = ImaginaireTrainer(tiny_config(tmp_path / name, "trainer.seed=7"))
         model = TinyModel()
         trainer.train(model, TinyBatches(), None)
-        states.append({name: value.full_tensor() for name, value in model.named_parameters()})
+        states.append(full_tensors(model))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
