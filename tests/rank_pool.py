@@ -32,7 +32,9 @@ class RankPool:
         self._context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 240) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout_s: float = 240
+    ) -> list[Any]:
         """Runs `fn(*args)` in every rank and returns the results by rank.
 
         Args:

@@ -36,6 +36,7 @@ from omegaconf.errors import (
 
 import cosmos_framework
 from cosmos_framework.utils import parallelism
+from cosmos_framework.utils.grad_sync import AccumMode
 
 
 class ConfigError(ValueError):
@@ -172,7 +173,7 @@ class TrainerConfig:
 
     distributed_parallelism: str = one_of("ddp", "fsdp", default="ddp")
     grad_accum_iter: int = within(1, default=1)
-    fsdp_accum_mode: str = one_of("all_reduce", "grad_sync", "none", default="all_reduce")
+    fsdp_accum_mode: str = one_of(*(mode.value for mode in AccumMode), default="all_reduce")
     fsdp_accum_reshard: bool = True
     fsdp_reduce_unused_params: bool = False
     max_iter: int = within(1, default=1000)
@@ -208,7 +209,7 @@ class ModelConfig:
     """What every model has; a recipe's model extends it.
 
     Attributes:
-        _target_: Import path of the class.
+        _target_: Import path of what takes this node and the data set's, and gives the `ImaginaireModel`.
         parallelism: Layout of the ranks.
         precision: Dtype to compute in.
         fsdp_master_dtype: Dtype to store parameters in, and to reduce gradients in.
@@ -323,7 +324,7 @@ class DataLoaderConfig:
     """What every loader has; a recipe's loader extends it.
 
     Attributes:
-        _target_: Import path of a function that takes the other fields and gives an iterable of micro-batches.
+        _target_: Import path of what takes the data set's node and the other fields, and gives micro-batches.
     """
 
     _target_: str = MISSING
@@ -372,6 +373,12 @@ def config_folder() -> Path:
     package = Path(cosmos_framework.__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
+
+
+def config_choices() -> dict[str, list[str]]:
+    """Returns the names that each group of `configs/` offers, such as {"parallelism": ["ddp", "fsdp", …], …}."""
+    groups = sorted(entry for entry in config_folder().iterdir() if entry.is_dir())
+    return {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in groups}
 
 
 def load_config(overrides: list[str]) -> DictConfig:
@@ -560,13 +567,9 @@ def _explain_choice(error: Exception) -> str:
     found = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if found:
         group, choice = found.groups()
-        return f"{group}={choice} does not exist; choose one of {', '.join(_choices(group))}."
+        return f"{group}={choice} does not exist; choose one of {', '.join(config_choices()[group])}."
     kept = text.partition("Config search path")[0].splitlines()
     return " ".join(line.strip() for line in kept if "hydra.cc" not in line).strip()
-
-
-def _choices(group: str) -> list[str]:
-    return sorted(file.stem for file in (config_folder() / group).glob("*.yaml"))
 
 
 def _override_of(name: str, overrides: list[str]) -> str | None:
@@ -580,7 +583,7 @@ def _override_of(name: str, overrides: list[str]) -> str | None:
 def _choices_only(overrides: list[str]) -> DictConfig:
     """Composes what the overrides choose, without the fields that they set."""
     given = OverridesParser.create().parse_overrides(overrides)
-    chosen = [override for override in given if override.key_or_group in _groups()]
+    chosen = [override for override in given if override.key_or_group in config_choices()]
     try:
         return _compose([override.input_line for override in chosen if override.input_line is not None])
     except HydraException:
@@ -588,7 +591,7 @@ def _choices_only(overrides: list[str]) -> DictConfig:
 
 
 def _no_such_field(name: str, config: DictConfig) -> str:
-    known = [other for other in dict.fromkeys((*_names(config), *_groups())) if other != name]
+    known = [other for other in dict.fromkeys((*_names(config), *config_choices())) if other != name]
     parent, _, key = name.rpartition(".")
     siblings = [other for other in known if other.rpartition(".")[0] == parent]
     likely = _similar(key, siblings) or _similar(key, known)
@@ -601,10 +604,6 @@ def _similar(key: str, names: list[str]) -> list[str]:
     """Returns the names whose last part reads much like `key`."""
     last_parts = difflib.get_close_matches(key, {name.rpartition(".")[2] for name in names}, cutoff=0.75)
     return [name for name in names if name.rpartition(".")[2] in last_parts]
-
-
-def _groups() -> list[str]:
-    return sorted(entry.name for entry in config_folder().iterdir() if entry.is_dir())
 
 
 def _names(config: DictConfig, name: str = "") -> Iterator[str]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from cosmos_framework.utils.grad_sync import AccumMode, GradSync, Settings
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,6 +147,47 @@ def _forward_replaced(module: torch.nn.Module) -> Iterator[Callable[[], None]]:
         restore()
 
 
+_syncs: weakref.WeakKeyDictionary[torch.nn.Module, GradSync] = weakref.WeakKeyDictionary()
+
+
+def ddp_sync_grad(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    enabled: bool,
+    fsdp_accum_mode: str | AccumMode = AccumMode.ALL_REDUCE,
+    fsdp_accum_reshard: bool = True,
+    fsdp_reduce_unused_params: bool = False,
+) -> AbstractContextManager[None]:
+    """Runs one micro-step, forward and backward; gradients are synchronised if `enabled`.
+
+    Args:
+        model: The model as it is trained: a DDP wrapper, a module with `fully_shard`ed modules anywhere below, several
+            of both as a list, or a module that is not parallel at all.
+        enabled: Whether this is the window's boundary.
+        fsdp_accum_mode: What waits for the boundary, "all_reduce", "grad_sync" or "none"; see `AccumMode`.
+        fsdp_accum_reshard: False keeps FSDP2's parameters gathered inside the window.
+        fsdp_reduce_unused_params: The ranks may use different parameters of one FSDP2 group.
+
+    Returns:
+        A context manager for the micro-step; see `GradSync.micro_step`, also for what it raises.
+
+    Raises:
+        ValueError: `fsdp_accum_mode` is unknown.
+    """
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    sync = grad_sync_of(models[0])
+    if sync is None or not sync.watches(models):
+        sync = GradSync(models)
+        # Hooks get the model without its DDP wrapper, and ask for its GradSync all the same.
+        _syncs.update({each: sync for model in models for each in (model, getattr(model, "module", model))})
+    sync.settings = Settings(AccumMode.parse(fsdp_accum_mode), fsdp_accum_reshard, fsdp_reduce_unused_params)
+    return sync.micro_step(enabled)
+
+
+def grad_sync_of(model: torch.nn.Module) -> GradSync | None:
+    """Returns the `GradSync` that `ddp_sync_grad` keeps for a model, with or without its DDP wrapper."""
+    return _syncs.get(model)
+
+
 def require_nothing_held_back(model: torch.nn.Module, action: str) -> None:
     """Makes sure that no window is open, in which gradients are not where `action` would look for them.
 
@@ -155,9 +199,5 @@ def require_nothing_held_back(model: torch.nn.Module, action: str) -> None:
         HeldBackGradientError: Gradients are held back; the message names their parameters.
     """
     sync = grad_sync_of(model)
-    held_back = sync.held_back() if sync is not None else {}
-    if held_back:
-        raise HeldBackGradientError(
-            f"{action} in mid-window would miss the gradients of {', '.join(held_back)}, which are held back on this "
-            "rank: run the window's boundary first, or give the window up with GradSync.discard()."
-        )
+    if sync is not None:
+        sync.require_nothing_held_back(action)

@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: 2026 The cosmos-framework training-core authors
+# SPDX-License-Identifier: Apache-2.0
+"""The window: which micro-step may wait, who is asked to, and what happens when one goes wrong."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from . import ddp, fsdp2_state
+from .accum_mode import AccumMode
+from .backend import Backend, HeldBackGradientError, Plan, Settings
+from .fsdp2 import FSDP2Backend
+from .no_sync import NoSyncBackend
+
+logger = logging.getLogger(__name__)
+
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class GradSync:
+    """Gradient accumulation over a model that synchronises once a window.
+
+    After a boundary every gradient equals what mode "none" would have left: the value to rounding, and `None` where it
+    would have been `None`, whichever parameters each micro-step used. It keeps no model alive.
+
+    Example::
+
+        sync = GradSync(model, mode="all_reduce")
+        for i, batch in enumerate(window):
+            with sync.micro_step(boundary=i == len(window) - 1):
+                (loss(model, batch) / len(window)).backward()
+        optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        mode: str | AccumMode = AccumMode.ALL_REDUCE,
+        reshard: bool = True,
+        reduce_unused_params: bool = False,
+    ) -> None:
+        """Remembers what to do; finds the parallel parts of the model when a window opens.
+
+        Args:
+            model: any module, or several: DDP wrappers, `fully_shard`ed modules anywhere below, or none of these.
+            mode: what waits for the boundary; see `AccumMode`.
+            reshard: False keeps FSDP2's parameters gathered from a window's first micro-step to its boundary, which
+                saves the other micro-steps' all-gathers and costs one unsharded copy of the parameters.
+            reduce_unused_params: the ranks may use different parameters of one FSDP2 group in a micro-step (as DDP's
+                `find_unused_parameters`); unused ones are reduced as zeros, in every mode.
+
+        Raises:
+            ValueError: `mode` is unknown.
+        """
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        self._models = [weakref.ref(each) for each in models]
+        self._settings = Settings(AccumMode.parse(mode), reshard, reduce_unused_params)
+        self._backends: list[Backend] | None = None
+        self._is_open = False
+        self._shape_seen: tuple[int, int] | None = None
+        self._told: set[str] = set()
+
+    @property
+    def settings(self) -> Settings:
+        """What windows are asked to do; may change between micro-steps."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: Settings) -> None:
+        if settings != self._settings:
+            self._settings, self._backends = settings, None
+
+    def watches(self, models: Iterable[nn.Module]) -> bool:
+        """Whether this is the GradSync of exactly these models."""
+        return [ref() for ref in self._models] == list(models)
+
+    @contextmanager
+    def micro_step(self, boundary: bool) -> Iterator[None]:
+        """Runs one forward and backward, which synchronise at the boundary alone.
+
+        Every flag has its former value when the block ends, however it ends. An exception gives the window up, as
+        `discard` does, and leaves the model trainable.
+
+        Args:
+            boundary: whether this is the window's last micro-step.
+
+        Raises:
+            HeldBackGradientError: at the boundary, if the gradients are not what mode "none" would have left; the
+                window is given up.
+        """
+        try:
+            with ExitStack() as block:
+                backends = self._taking_part(boundary)
+                for backend in backends:
+                    block.enter_context(backend.micro_step(boundary))
+                yield
+            self._is_open = not boundary
+            if boundary:
+                for backend in backends:
+                    backend.close_window()
+                self._backends = None
+        except BaseException:
+            self._give_up(failed=True)
+            raise
+
+    def _taking_part(self, boundary: bool) -> list[Backend]:
+        """Returns nobody, at no cost, where this block has nothing to put off and nothing was."""
+        settings = self._settings
+        if not settings.reduce_unused_params:
+            if settings.mode is AccumMode.NONE and settings.reshard:
+                return []
+            if boundary and not self._is_open:
+                self._tell("grad_accum_iter is 1: a window of one micro-step has nothing to wait for.")
+                return []
+        if self._backends is None:
+            self._backends = self._find_backends()
+            self._tell_plan(self._backends)
+        return self._backends
+
+    def held_back(self) -> dict[str, int]:
+        """Returns the parameters whose gradient has not reached every rank, with the bytes held on this rank.
+
+        Empty outside a window. While it is not, `grad` is incomplete or None: clipping, stepping or saving would
+        silently miss gradients.
+        """
+        return {name: nbytes for backend in self._backends or () for name, nbytes in backend.held_back().items()}
+
+    def require_nothing_held_back(self, action: str) -> None:
+        """Stops `action` (for the message: "an optimizer step", "a checkpoint") inside a window.
+
+        Raises:
+            HeldBackGradientError: gradients are held back; the message names their parameters.
+        """
+        if names := self.held_back():
+            raise HeldBackGradientError(
+                f"{action} in mid-window would miss the gradients of {', '.join(names)}, which are held back on this "
+                "rank: run the window's boundary first, or give the window up with GradSync.discard()."
+            )
+
+    def discard(self) -> None:
+        """Gives up the open window: its gradients are dropped, wherever they are. Does nothing outside a window."""
+        if self._is_open:
+            self._give_up(failed=False)
+
+    def plan(self) -> list[Plan]:
+        """Says, for each backend of the model, what runs each micro-step, what waits, and what has no effect."""
+        backends = self._find_backends() if self._backends is None else self._backends
+        return [backend.plan() for backend in backends]
+
+    def _give_up(self, failed: bool) -> None:
+        for backend in self._find_backends() if self._backends is None else self._backends:
+            backend.discard(failed)
+        for module in self._modules():
+            for param in module.parameters(recurse=False):
+                param.grad = None
+        self._backends, self._is_open = None, False
+
+    # The model
+
+    def _modules(self) -> list[nn.Module]:
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return [module for model in models for module in model.modules()]
+
+    def _find_backends(self) -> list[Backend]:
+        modules = self._modules()
+        found: list[Backend] = []
+        below_no_sync: set[nn.Module] = set()
+        for module in modules:
+            if isinstance(module, DistributedDataParallel):
+                found.append(ddp.DDPBackend(module, self._settings, self._name_of))
+            elif callable(getattr(module, "no_sync", None)) and module not in below_no_sync:
+                found.append(NoSyncBackend(module, self._settings, self._name_of))
+                below_no_sync.update(module.modules())
+        if groups := fsdp2_state.find_groups(modules):
+            found.append(FSDP2Backend(groups, self._settings, self._name_of))
+        if found:
+            self._tell_uncovered(modules)
+        return found
+
+    def _name_of(self, module: nn.Module, param_name: str) -> str:
+        for ref in self._models:
+            model = ref()
+            for prefix, each in model.named_modules() if model is not None else ():
+                if each is module:
+                    prefix = prefix.removeprefix("module") if isinstance(model, DistributedDataParallel) else prefix
+                    name = f"{prefix}.{param_name}".removeprefix(".")
+                    for wrapper in WRAPPER_NAMES:
+                        name = name.replace(wrapper, "")
+                    return name
+        return param_name
+
+    # Telling people
+
+    def _tell_plan(self, backends: list[Backend]) -> None:
+        for plan in [backend.plan() for backend in backends]:
+            self._tell(str(plan), logging.WARNING if plan.no_effect else logging.INFO)
+            for note in plan.notes:
+                self._tell(note, logging.WARNING)
+
+    def _tell_uncovered(self, modules: list[nn.Module]) -> None:
+        shape = len(modules), sum(len(module._parameters) for module in modules)
+        if shape == self._shape_seen:
+            return
+        self._shape_seen = shape
+        covered = fsdp2_state.covered_params(modules)
+        in_ddp = {
+            i for module in modules if isinstance(module, DistributedDataParallel) for i in ddp.covered_params(module)
+        }
+        uncovered = [
+            self._name_of(module, name)
+            for module in modules
+            for name, param in module.named_parameters(recurse=False)
+            if param.requires_grad
+            and (id(module), name) not in covered
+            and id(param) not in in_ddp
+            and not isinstance(param, DTensor)
+        ]
+        if uncovered:
+            self._tell(
+                f"trainable parameters outside of DDP and FSDP2 are never synchronised: {', '.join(uncovered)}. Add "
+                "them before the model is wrapped, or freeze them.",
+                logging.WARNING,
+            )
+
+    def _tell(self, line: str, level: int = logging.INFO) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.log(level, line)
