@@ -564,10 +564,9 @@ def _omegaconf_error(error: BaseException | None) -> OmegaConfBaseException | No
 def _explain_choice(error: Exception) -> str:
     """Hydra lists the choices of a group below one another, then the places that it searched."""
     text = str(error)
-    found = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
-    if found:
-        group, choice = found.groups()
-        return f"{group}={choice} does not exist; choose one of {', '.join(config_choices()[group])}."
+    missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
+    if missing and missing[1] in config_choices():
+        return f"{missing[1]}={missing[2]} does not exist; choose one of {', '.join(config_choices()[missing[1]])}."
     kept = text.partition("Config search path")[0].splitlines()
     return " ".join(line.strip() for line in kept if "hydra.cc" not in line).strip()
 

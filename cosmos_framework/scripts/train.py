@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The cosmos-framework training-core authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Trains what the configuration says: `cosmos-train`, or `scripts/train.py` under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from hydra.utils import get_method, instantiate
+from omegaconf import DictConfig
+
+from cosmos_framework.trainer import ImaginaireTrainer
+from cosmos_framework.utils.config import ConfigError, check_config, config_choices, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Composes and checks the configuration, then trains.
+
+    Args:
+        argv: Overrides of the configuration; those of the command line if None.
+
+    Returns:
+        The exit code: 0, or 2 for a configuration that cannot be run. Nothing exists then that was not there before;
+        rank 0 has said on standard error what is wrong.
+    """
+    overrides = _parser().parse_args(argv).overrides
+    is_rank0 = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(
+        level=logging.INFO if is_rank0 else logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = load_config(overrides)
+        check_config(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except ConfigError as error:
+        if is_rank0:
+            print(f"error in the configuration: {error}", file=sys.stderr)
+        return 2
+    launch(config)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    choices = "\n".join(f"  {group}={'|'.join(names)}" for group, names in config_choices().items())
+    parser = argparse.ArgumentParser(
+        prog="cosmos-train",
+        description="Trains a model on all ranks that torchrun starts, or in this process alone.",
+        epilog=f"Choices:\n{choices}\nFields: see cosmos_framework/utils/config.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="FIELD=VALUE", help="such as parallelism=hsdp or trainer.max_iter=100"
+    )
+    return parser
+
+
+def launch(config: DictConfig) -> None:
+    """Builds what the configuration names and trains it.
+
+    Args:
+        config: From `load_config`, checked by `check_config`.
+    """
+    # The trainer comes first: it seeds the random numbers that initialise the model.
+    trainer = ImaginaireTrainer(config)  # type: ignore[arg-type]
+    model = get_method(config.model._target_)(config.model, config.dataset)
+    dataloader_train = instantiate(config.dataloader_train, config.dataset)
+    dataloader_val = instantiate(config.dataloader_val, config.dataset) if config.trainer.run_validation else None
+    trainer.train(model, dataloader_train, dataloader_val)
