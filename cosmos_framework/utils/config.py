@@ -437,6 +437,8 @@ def check_config(config: DictConfig, world_size: int) -> None:
     for name, node in _structured_nodes(config):
         for key in _fields(node):
             _check_value(config, _join(name, key), node[key])
+        if "_target_" in node:
+            _import(_join(name, "_target_"), node._target_)
     _check_grad_scaler_args(config.trainer.grad_scaler_args)
     for name, callback in _children(config.trainer.callbacks):
         _check_callback(f"trainer.callbacks.{name}", callback)
@@ -465,13 +467,19 @@ def _check_callback(name: str, callback: Any) -> None:
         return
     if not isinstance(callback, DictConfig) or "_target_" not in callback:
         raise ConfigError(f"{name}={_text(callback)} must be null, or have a _target_ and its arguments.")
+    target = _import(f"{name}._target_", callback._target_)
+    arguments = {key: value for key, value in _children(callback) if key != "_target_"}
     try:
-        arguments = {str(key): value for key, value in callback.items() if key != "_target_"}
-        inspect.signature(pkgutil.resolve_name(callback._target_)).bind(**arguments)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{name}._target_={callback._target_} cannot be imported: {_one_line(error)}") from error
+        inspect.signature(target).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{name} does not fit {callback._target_}: {_one_line(error)}.") from error
+
+
+def _import(name: str, target: str) -> Any:
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{name}={target} cannot be imported: {_one_line(error)}.") from error
 
 
 def _check_parallelism(config: DictConfig, world_size: int) -> None:

@@ -3,12 +3,47 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from cosmos_framework.scripts.train import main
+from tests.tiny import TinyBatches, TinyModel
+
+REPO = Path(__file__).parents[2]
+TARGETS = [
+    "model._target_=tests.scripts.test_train.tiny_model",
+    "dataloader_train._target_=tests.scripts.test_train.tiny_batches",
+]
+
+
+def tiny_model(model_config: Any, dataset_config: Any) -> TinyModel:
+    return TinyModel()
+
+
+def tiny_batches(dataset_config: Any, **arguments: Any) -> Iterable[dict[str, Any]]:
+    return TinyBatches()
+
+
+def torchrun(ranks: int, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        + [str(REPO / "scripts" / "train.py"), *overrides],
+        check=False,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.fixture
@@ -44,7 +79,7 @@ def test_an_error_is_one_line_on_rank_0_and_touches_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    runnable = [f"dataset.root={output_root.parent}", "trainer.run_validation=false"]
+    runnable = [f"dataset.root={output_root.parent}", "trainer.run_validation=false", *TARGETS]
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         assert main([*runnable, *overrides]) == 2
@@ -60,3 +95,38 @@ def test_help_lists_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert exit_status.value.code == 0
     assert "parallelism=ddp|fsdp|hsdp|replicate" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["ddp", "fsdp", "replicate"])
+def test_torchrun_trains_what_the_configuration_says(parallelism: str, output_root: Path) -> None:
+    done = torchrun(
+        2,
+        *TARGETS,
+        f"parallelism={parallelism}",
+        f"dataset.root={output_root.parent}",
+        "trainer.run_validation=false",
+        "trainer.max_iter=2",
+        "trainer.logging_iter=1",
+        "trainer.grad_accum_iter=2",
+        "trainer.fsdp_accum_mode=grad_sync",
+        "job.name=smoke",
+        cwd=output_root.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    folder = output_root / "cosmos_framework" / "debug" / "smoke"
+    saved = OmegaConf.load(folder / "config.yaml")
+    assert saved.trainer.fsdp_accum_mode == "grad_sync" and saved.scheduler.max_iter == 2
+    losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 2
+    assert (folder / "checkpoints" / "latest_checkpoint.txt").read_text().strip() == "iter_000000002"
+    assert (folder / "comm_ledger.json").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_prints_an_error_once(output_root: Path) -> None:
+    done = torchrun(2, *TARGETS, f"dataset.root={output_root.parent}", "trainer.max_iter=0", cwd=output_root.parent)
+    assert done.returncode != 0
+    assert done.stderr.count("trainer.max_iter=0 must be") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert not output_root.exists()

@@ -3,23 +3,30 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 import cosmos_framework.scripts.train  # noqa: F401  The recipes' dataclasses are stored there.
 from cosmos_framework.utils import config as config_module
-from cosmos_framework.utils.config import Config, ConfigError, check_config, config_choices, config_folder, load_config
+from cosmos_framework.utils.config import Config, ConfigError, check_config, config_choices, load_config
 
 FOLDER = tempfile.gettempdir()
-RUNNABLE = [f"dataset.root={FOLDER}", "trainer.run_validation=false"]
+# Whatever the recipe trains, these tests do not build it.
+RUNNABLE = [
+    f"dataset.root={FOLDER}",
+    "trainer.run_validation=false",
+    "model._target_=builtins.dict",
+    "dataloader_train._target_=builtins.list",
+]
 
 
 def load_and_check(*overrides: str, world_size: int = 4) -> DictConfig:
@@ -34,6 +41,20 @@ def message(*overrides: str, world_size: int = 4) -> str:
     text = str(caught.value)
     assert "\n" not in text and text
     return text
+
+
+@functools.cache
+def runnable_config() -> DictConfig:
+    return load_and_check()
+
+
+def message_of_value(field: str, value: object) -> str:
+    """Returns the error for one value, without the time that composing takes."""
+    config = copy.deepcopy(runnable_config())
+    OmegaConf.update(config, field, value)
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, world_size=4)
+    return str(caught.value)
 
 
 def structured_nodes(config: DictConfig) -> dict[str, type]:
@@ -60,7 +81,9 @@ def test_defaults_that_upstream_has() -> None:
     )
 
 
-@pytest.mark.parametrize("group, choice", [(group, name) for group, names in config_choices().items() for name in names])
+@pytest.mark.parametrize(
+    "group, choice", [(group, name) for group, names in config_choices().items() for name in names]
+)
 def test_every_choice_runs(group: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     load_and_check(f"{group}={choice}")
@@ -107,11 +130,6 @@ def test_none_is_a_mode_and_stays_text(tmp_path: Path) -> None:
     assert OmegaConf.load(tmp_path / "config.yaml").trainer.fsdp_accum_mode == "none"
 
 
-def test_a_hydra_application_may_load_it() -> None:
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        load_and_check()
-
-
 @pytest.mark.parametrize("value", ["null", "false", "off", "NONE", "reduce_scatter", "0", "''"])
 def test_accum_mode(value: str) -> None:
     text = message(f"trainer.fsdp_accum_mode={value}")
@@ -150,26 +168,21 @@ COUNTS = [
 ]
 
 
-@settings(max_examples=25, deadline=None)
 @given(field=st.sampled_from(COUNTS), value=st.integers(max_value=0))
 def test_counts_are_positive(field: str, value: int) -> None:
-    text = message(f"{field}={value}")
-    assert f"{field}={value} must be a whole number" in text
+    assert f"{field}={value} must be a whole number" in message_of_value(field, value)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    field=st.sampled_from(COUNTS),
-    value=st.floats().map(str) | st.sampled_from(["true", "many", "[1]", "{a: 1}", "1e3", "''"]),
-)
-def test_counts_are_whole(field: str, value: str) -> None:
-    assert field in message(f"{field}={value}")
+@pytest.mark.parametrize("value", ["1.5", "2.0", "nan", "true", "many", "[1]", "{a: 1}", "1e3", "''"])
+def test_counts_are_whole(value: str) -> None:
+    field = COUNTS[len(value) % len(COUNTS)]
+    assert f"{field}={value} must be a whole number" in message(f"{field}={value}")
 
 
-@settings(max_examples=40, deadline=None)
 @given(replicate=st.integers(-3, 9), shard=st.integers(-3, 9), world_size=st.integers(1, 8))
 def test_degrees_fit_the_ranks_or_are_refused(replicate: int, shard: int, world_size: int) -> None:
-    config = load_config([*RUNNABLE, "parallelism=fsdp"])
+    config = copy.deepcopy(runnable_config())
+    config.trainer.distributed_parallelism = "fsdp"
     config.model.parallelism.data_parallel_replicate_degree = replicate
     config.model.parallelism.data_parallel_shard_degree = shard
     fits = replicate >= 1 and (replicate * shard == world_size or (shard == -1 and world_size % replicate == 0))
@@ -180,13 +193,12 @@ def test_degrees_fit_the_ranks_or_are_refused(replicate: int, shard: int, world_
             check_config(config, world_size)
 
 
-@settings(max_examples=25, deadline=None)
 @given(lr=st.floats().filter(lambda lr: not 0 < lr < float("inf")))
 def test_learning_rate_is_positive_and_finite(lr: float) -> None:
-    assert f"optimizer.lr={lr} must be a finite number above 0" in message(f"optimizer.lr={lr}")
+    assert f"optimizer.lr={lr} must be a finite number above 0" in message_of_value("optimizer.lr", lr)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), lr=st.floats(1e-12, 1e6), name=st.from_regex(r"\A[a-z0-9_][a-z0-9_.-]*\Z"))
 def test_good_values_arrive_as_they_are(seed: int, lr: float, name: str) -> None:
     config = load_and_check(f"trainer.seed={seed}", f"optimizer.lr={lr!r}", f"job.name='{name}'")
@@ -208,7 +220,7 @@ def test_names_are_folder_names(name: str) -> None:
         ("trainer.callbacks.grad_clip.clip_nrm=1", "did you mean trainer.callbacks.grad_clip.clip_norm?"),
         ("optimizer.momentum=0.9", "choose from optimizer._target_, optimizer.lr, optimizer.betas"),
         ("+colour=red", "choose from job, trainer, model"),
-        ("hydra.job.name=x", "choose from job, trainer, model"),
+        ("hydra.x=1", "choose from job, trainer, model"),
         ("dataset={root: ., bar: 1}", "dataset.bar"),
     ],
 )
@@ -258,6 +270,11 @@ def test_data_set_folder_may_be_relative(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_callbacks_that_cannot_be_built(override: str, expected: str) -> None:
     assert expected in message(override)
+
+
+@pytest.mark.parametrize("override", ["model._target_=no.such.Model", "optimizer._target_=torch.optim.AdamV"])
+def test_targets_can_be_imported(override: str) -> None:
+    assert f"{override} cannot be imported" in message(override)
 
 
 def test_a_callback_may_be_left_out() -> None:
