@@ -110,11 +110,12 @@ def test_torchrun_trains_what_the_configuration_says(parallelism: str, output_ro
         "trainer.logging_iter=1",
         "trainer.grad_accum_iter=2",
         "trainer.fsdp_accum_mode=grad_sync",
+        "job.group=tests",
         "job.name=smoke",
         cwd=output_root.parent,
     )
     assert done.returncode == 0, done.stderr
-    folder = output_root / "cosmos_framework" / "debug" / "smoke"
+    folder = output_root / "cosmos_framework" / "tests" / "smoke"
     saved = OmegaConf.load(folder / "config.yaml")
     assert saved.trainer.fsdp_accum_mode == "grad_sync" and saved.scheduler.max_iter == 2
     losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -9,6 +9,7 @@ import functools
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -57,7 +58,7 @@ def message_of_value(field: str, value: object) -> str:
     return str(caught.value)
 
 
-def structured_nodes(config: DictConfig) -> dict[str, type]:
+def structured_nodes(config: DictConfig) -> dict[str, Any]:
     return {name: OmegaConf.get_type(node) for name, node in config_module._structured_nodes(config)}
 
 
@@ -102,6 +103,11 @@ def test_every_field_is_documented() -> None:
         for field in own:
             if field != "_target_" or kind.__mro__[1] is object:
                 assert f"\n        {field}: " in attributes, f"{name}.{field} of {kind.__name__}"
+
+
+def test_ddp_of_the_recipe_expects_heads_without_gradients() -> None:
+    ddp = load_and_check("recipe=action_policy", "parallelism=ddp").trainer.ddp
+    assert (ddp.find_unused_parameters, ddp.static_graph) == (True, False)
 
 
 def test_callbacks_count_before_they_clip() -> None:

@@ -18,7 +18,7 @@ def learning_rates(steps: int, **arguments: float) -> list[float]:
     scheduler = warmup_cosine(optimizer, **arguments)  # type: ignore[arg-type]
     rates = []
     for _ in range(steps):
-        rates.append(scheduler.get_last_lr()[0])
+        rates.append(float(scheduler.get_last_lr()[0]))
         optimizer.step()
         scheduler.step()
     return rates
