@@ -10,12 +10,26 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig
 
+from cosmos_framework.data.action_chunks import ActionChunkDatasetConfig, TrainLoaderConfig, ValidationLoaderConfig
+from cosmos_framework.model.action_policy import ActionPolicyConfig
 from cosmos_framework.trainer import ImaginaireTrainer
 from cosmos_framework.utils.config import ConfigError, check_config, config_choices, load_config
+
+# The fields of each recipe's parts, for `defaults` in configs/recipe/*.yaml.
+RECIPE_SCHEMAS = {
+    "schema/model": {"action_policy": ActionPolicyConfig},
+    "schema/dataset": {"action_chunks": ActionChunkDatasetConfig},
+    "schema/dataloader": {"action_chunks_train": TrainLoaderConfig, "action_chunks_val": ValidationLoaderConfig},
+}
+for group, schemas in RECIPE_SCHEMAS.items():
+    for schema_name, schema in schemas.items():
+        ConfigStore.instance().store(group=group, name=schema_name, node=schema)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,11 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(overrides)
         check_config(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        dataloader_train, dataloader_val = build_dataloaders(config)
     except ConfigError as error:
         if is_rank0:
             print(f"error in the configuration: {error}", file=sys.stderr)
         return 2
-    launch(config)
+    # The trainer comes before the model: it seeds the random numbers that initialise the model.
+    trainer = ImaginaireTrainer(config)  # type: ignore[arg-type]
+    model = get_method(config.model._target_)(config.model, config.dataset)
+    trainer.train(model, dataloader_train, dataloader_val)
     return 0
 
 
@@ -58,15 +76,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def launch(config: DictConfig) -> None:
-    """Builds what the configuration names and trains it.
+def build_dataloaders(config: DictConfig) -> tuple[Any, Any]:
+    """Builds the loaders, which is when a data set that cannot be used is found out.
 
     Args:
         config: From `load_config`, checked by `check_config`.
+
+    Returns:
+        The loader of the training split and that of the held-out split; the latter is None without validation.
+
+    Raises:
+        ConfigError: The data set cannot be used.
     """
-    # The trainer comes first: it seeds the random numbers that initialise the model.
-    trainer = ImaginaireTrainer(config)  # type: ignore[arg-type]
-    model = get_method(config.model._target_)(config.model, config.dataset)
     dataloader_train = instantiate(config.dataloader_train, config.dataset)
     dataloader_val = instantiate(config.dataloader_val, config.dataset) if config.trainer.run_validation else None
-    trainer.train(model, dataloader_train, dataloader_val)
+    return dataloader_train, dataloader_val
