@@ -107,7 +107,9 @@ class ActionPolicyNet(nn.Module):
         tokens = torch.cat([states, task, actions], dim=1) + self.place
         for block in self.blocks:
             tokens = block(tokens)
-        return self.action_out[domain](self.norm(tokens[:, -actions.shape[1] :]))
+        velocity = self.action_out[domain](self.norm(tokens[:, -actions.shape[1] :]))
+        # FSDP2 puts its hook on the output, which must not be a view for that.
+        return velocity.clone()
 
 
 class ActionPolicyModel(ImaginaireModel):
@@ -131,6 +133,10 @@ class ActionPolicyModel(ImaginaireModel):
             self.register_buffer(f"{name}_mean", torch.as_tensor(stats[key]["mean"]).clone())
             # A number that never changed in the data set must not be blown up when it does.
             self.register_buffer(f"{name}_std", torch.as_tensor(stats[key]["std"]).clamp(min=SMALLEST_STD))
+
+    def fsdp_modules(self) -> list[nn.Module]:
+        """Returns the blocks, then the network: its embeddings and all heads are one FSDP group."""
+        return [*self.net.blocks, self.net]
 
     def training_step(self, data: dict[str, Any], iteration: int) -> tuple[dict[str, Any], Tensor]:
         """Computes the flow-matching loss of a micro-batch.

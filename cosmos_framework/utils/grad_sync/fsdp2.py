@@ -32,7 +32,11 @@ class FSDP2Backend:
         self._settings = settings
         self._name_of = name_of
         always = not settings.reshard or settings.reduce_unused_params
-        self._groups = [group for group in groups if group.user_lets_reduce and (always or self._waits(group))]
+        self._groups = [
+            group
+            for group in groups
+            if group.user_lets_reduce and (always or self._waits(group) or group.held.is_waiting)
+        ]
 
     def _waits(self, group: ParamGroup) -> AccumMode | None:
         """Returns what of a group's reduction waits for the boundary, None if nothing."""
@@ -86,8 +90,10 @@ class FSDP2Backend:
         covered = tuple(sorted({*trainable, *fresh, *held.unsharded}))
         if held.partial is not None and covered != held.layout:
             self._refuse_thaw(group, set(covered) ^ set(held.layout))
+        zeros = set(covered).difference(fresh, held.unsharded, held.used if held.partial is not None else ())
         if all_reduce:
-            held.filled.update(i for i in covered if i not in held.used and group.lacks_sharded_grad(i))
+            for position in zeros.difference(held.used):
+                held.filled.setdefault(position, group.lacks_sharded_grad(position))
         if held.unsharded:
             # torch reduces one dtype at a time: all go the way of the held ones, which are in the reduce dtype.
             for position in covered:
@@ -96,7 +102,8 @@ class FSDP2Backend:
         else:
             for position in set(covered).difference(fresh):
                 group.fill(position)
-        held.partial = group.post_backward(held.partial, all_reduce, reshard)
+        with group.hooks_silent(zeros):
+            held.partial = group.post_backward(held.partial, all_reduce, reshard)
         held.layout = covered
 
     def _refuse_thaw(self, group: ParamGroup, changed: set[int]) -> None:
@@ -117,12 +124,16 @@ class FSDP2Backend:
             )
         used = self._used_by_any_rank()
         for index, group in enumerate(self._groups):
-            for position in group.held.filled:
-                if (index, position) not in used:
+            for position, was_none in group.held.filled.items():
+                if (index, position) in used:
+                    if position not in group.held.used:
+                        group.run_hooks(position)
+                elif was_none:
                     group.drop_sharded_grad(position)
-            group.held.clear()
-            if not self._settings.reshard:
+        for group in self._all_groups:
+            if group.held.gathered:
                 group.reshard()
+            group.held.clear()
 
     def _used_by_any_rank(self) -> set[tuple[int, int]]:
         """Returns (index of group, position) of the parameters with a gradient, after a small all-reduce.

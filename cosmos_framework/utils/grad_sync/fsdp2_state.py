@@ -30,10 +30,11 @@ GROUP_NEEDS = (
     "_partial_reduce_output",
     "_training_state",
     "is_unsharded",
+    "is_sharded_post_forward",
     "reshard",
     "finalize_backward",
 )
-PARAM_NEEDS = ("sharded_param", "unsharded_accumulated_grad", "_module_info", "_orig_size")
+PARAM_NEEDS = ("sharded_param", "unsharded_accumulated_grad", "_module_info", "_orig_size", "padded_sharded_param_size")
 STATE_NEEDS = ("_state_ctx", "_comm_ctx", "_is_root", "_modules", "_root_post_backward_final_callback")
 
 
@@ -49,17 +50,19 @@ class Held:
 
     Attributes:
         used: the parameters that received a gradient on this rank.
-        filled: the parameters whose sharded gradient has come from zeros alone on this rank.
+        filled: the parameters reduced from zeros alone on this rank, and whether each had no sharded gradient before.
         unsharded: whole local gradients in the reduce dtype, of what waits before the reduce-scatter.
         partial: flat sharded gradients in the reduce dtype, of what waits before the all-reduce.
         layout: the parameters in `partial`, in its order.
+        gathered: whether the group's parameters were kept gathered.
     """
 
     used: set[int] = field(default_factory=set)
-    filled: set[int] = field(default_factory=set)
+    filled: dict[int, bool] = field(default_factory=dict)
     unsharded: dict[int, Tensor] = field(default_factory=dict)
     partial: Tensor | None = None
     layout: tuple[int, ...] = ()
+    gathered: bool = False
 
     @property
     def is_waiting(self) -> bool:
@@ -72,19 +75,26 @@ class Held:
         self.unsharded.clear()
         self.partial = None
         self.layout = ()
+        self.gathered = False
 
 
-# Keyed by torch's group and not by GradSync, so that several of these on one model share the window.
-_held_by_group: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+class Window:
+    """What one GradSync holds back of each of torch's groups; it is gone with the GradSync, or with the group."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+
+    def held_of(self, group: Any) -> Held:
+        return self._held.setdefault(group, Held())
 
 
 class ParamGroup:
     """One of torch's FSDP parameter groups, in the words that deferral needs."""
 
-    def __init__(self, state: Any, group: Any) -> None:
+    def __init__(self, state: Any, group: Any, held: Held) -> None:
         self._state = weakref.ref(state)
         self._group = weakref.ref(group)
-        self.held = _held_by_group.setdefault(group, Held())
+        self.held = held
 
     @property
     def group(self) -> Any:
@@ -133,9 +143,8 @@ class ParamGroup:
         return self.params[position]._orig_size.numel()
 
     def sharded_numel(self, position: int) -> int:
-        """The number of elements of a rank's shard, with torch's padding of dimension 0."""
-        rows = self.params[position]._orig_size[0]
-        return -(-rows // self.shard_size) * (self.numel(position) // max(rows, 1))
+        """The number of elements of a rank's shard, with torch's padding."""
+        return self.params[position].padded_sharded_param_size.numel()
 
     def location(self, position: int) -> tuple[nn.Module, str]:
         """The module that has the parameter, and its name there."""
@@ -178,6 +187,26 @@ class ParamGroup:
 
     def drop_sharded_grad(self, position: int) -> None:
         self.params[position].sharded_param.grad = None
+
+    @contextmanager
+    def hooks_silent(self, positions: Iterable[int]) -> Iterator[None]:
+        """Hides the parameters' post-accumulate-grad hooks, which torch runs for whatever it reduces, zeros included."""
+        hooks = [hooks for position in positions if (hooks := self._grad_hooks(position))]
+        hidden = [dict(each) for each in hooks]
+        for each in hooks:
+            each.clear()
+        try:
+            yield
+        finally:
+            for each, was in zip(hooks, hidden, strict=True):
+                each.update(was)
+
+    def run_hooks(self, position: int) -> None:
+        for hook in self._grad_hooks(position).values():
+            hook(self.params[position].sharded_param)
+
+    def _grad_hooks(self, position: int) -> dict[int, Callable[[Tensor], None]]:
+        return getattr(self.params[position].sharded_param, "_post_accumulate_grad_hooks", None) or {}
 
     def clear_grads(self) -> None:
         """Drops every gradient of the group, wherever torch or we keep it."""
@@ -229,6 +258,9 @@ class ParamGroup:
     def gathered(self) -> Iterator[None]:
         """Keeps the parameters gathered after a forward."""
         group, state = self.group, self._state()
+        self.held.gathered = True
+        if group.is_sharded_post_forward:  # gathers with the policy that goes away here
+            group.reshard()
         before, was_lazy = group.post_forward_mesh_info, state._is_root is None
         group.post_forward_mesh_info = None
         try:
@@ -269,20 +301,24 @@ class _Replacement:
         self.rule(self.group)
 
 
-def find_groups(modules: Iterable[nn.Module]) -> list[ParamGroup]:
+def find_groups(modules: Iterable[nn.Module], window: Window) -> list[ParamGroup]:
     """Returns the parameter groups of all `fully_shard`ed modules among `modules`, each once.
+
+    Args:
+        modules: where to look; not below them.
+        window: keeps what the groups hold back.
 
     Raises:
         UnsupportedTorchError: torch's private state lacks something that this file needs.
     """
     states = {id(state): state for module in modules if isinstance(module, FSDPModule) and (state := _state_of(module))}
-    return [ParamGroup(state, group) for state in states.values() for group in _groups_of(state)]
+    return [ParamGroup(state, group, window.held_of(group)) for state in states.values() for group in _groups_of(state)]
 
 
 def covered_params(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
     """Returns (module id, name) of every parameter that a group manages, tied ones under each of their names."""
     covered = set()
-    for group in find_groups(modules):
+    for group in find_groups(modules, Window()):
         for info in (param._module_info for param in group.params):
             covered.add((id(info.module), info.param_name))
             covered.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))

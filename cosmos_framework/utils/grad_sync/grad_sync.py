@@ -63,6 +63,7 @@ class GradSync:
         models = [model] if isinstance(model, nn.Module) else list(model)
         self._models = [weakref.ref(each) for each in models]
         self._settings = Settings(AccumMode.parse(mode), reshard, reduce_unused_params)
+        self._window = fsdp2_state.Window()
         self._backends: list[Backend] | None = None
         self._is_open = False
         self._shape_seen: tuple[int, int] | None = None
@@ -76,7 +77,9 @@ class GradSync:
     @settings.setter
     def settings(self, settings: Settings) -> None:
         if settings != self._settings:
-            self._settings, self._backends = settings, None
+            self._settings = settings
+            if self._backends is not None:
+                self._backends = self._find_backends()
 
     def watches(self, models: Iterable[nn.Module]) -> bool:
         """Whether this is the GradSync of exactly these models."""
@@ -99,6 +102,7 @@ class GradSync:
         try:
             with ExitStack() as block:
                 backends = self._taking_part(boundary)
+                self._is_open = True
                 for backend in backends:
                     block.enter_context(backend.micro_step(boundary))
                 yield
@@ -107,6 +111,8 @@ class GradSync:
                 for backend in backends:
                     backend.close_window()
                 self._backends = None
+            elif backends and self._backends is None:  # a boundary inside this block has closed its window
+                self._backends = self._find_backends()
         except BaseException:
             self._give_up(failed=True)
             raise
@@ -114,7 +120,7 @@ class GradSync:
     def _taking_part(self, boundary: bool) -> list[Backend]:
         """Returns nobody, at no cost, where this block has nothing to put off and nothing was."""
         settings = self._settings
-        if not settings.reduce_unused_params:
+        if self._backends is None and not settings.reduce_unused_params:
             if settings.mode is AccumMode.NONE and settings.reshard:
                 return []
             if boundary and not self._is_open:
@@ -179,7 +185,7 @@ class GradSync:
             elif callable(getattr(module, "no_sync", None)) and module not in below_no_sync:
                 found.append(NoSyncBackend(module, self._settings, self._name_of))
                 below_no_sync.update(module.modules())
-        if groups := fsdp2_state.find_groups(modules):
+        if groups := fsdp2_state.find_groups(modules, self._window):
             found.append(FSDP2Backend(groups, self._settings, self._name_of))
         if found:
             self._tell_uncovered(modules)
