@@ -160,7 +160,10 @@ def write_dataset(
     _write_table(partial / "meta/episodes/chunk-000/file-000.parquet", _episode_columns(episodes, lengths))
     _write_table(partial / "meta/tasks.parquet", {"task_index": list(range(len(tasks))), "task": tasks})
     _write_json(partial / "meta/stats.json", {STATE: _stats_of(state), ACTION: _stats_of(action)})
-    _write_json(partial / "meta/info.json", _info(state, action, len(tasks), len(episodes), fps, validation_episodes, robot_type))
+    _write_json(
+        partial / "meta/info.json",
+        _info(state, action, len(tasks), len(episodes), fps, validation_episodes, robot_type),
+    )
     if domains is not None:
         _write_json(partial / "meta/domains.json", domains)
     partial.rename(root)
@@ -214,7 +217,9 @@ def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
 
 def _matrix(frames: pa.Table, name: str, root: Path) -> np.ndarray:
     column = frames[name].combine_chunks()
-    if not (pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type) or pa.types.is_large_list(column.type)):
+    if not (
+        pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type) or pa.types.is_large_list(column.type)
+    ):
         raise DatasetError(f"{root}: the column {name} holds {column.type}; a list of numbers a frame is needed")
     values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
     if len(column) == 0 or values.size % len(column):
@@ -324,7 +329,10 @@ def _stats_of(values: np.ndarray) -> dict[str, list[float]]:
 def _info(
     state: np.ndarray, action: np.ndarray, tasks: int, episodes: int, fps: int, held_out: int, robot_type: str
 ) -> dict[str, Any]:
-    features = {name: {"dtype": "float32", "shape": [v.shape[1]], "names": None} for name, v in ((STATE, state), (ACTION, action))}
+    features = {
+        name: {"dtype": "float32", "shape": [v.shape[1]], "names": None}
+        for name, v in ((STATE, state), (ACTION, action))
+    }
     features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
     for name in ("frame_index", "episode_index", "index", "task_index"):
         features[name] = {"dtype": "int64", "shape": [1], "names": None}

@@ -12,6 +12,7 @@ Shapes below: B samples, H states of S numbers, T actions of A numbers, D the wi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class ActionPolicyConfig(ModelConfig):
     """
 
     _target_: str = "cosmos_framework.model.action_policy.build_action_policy"
-    width: int = within(8, default=128)
+    width: int = within(8, default=96)
     depth: int = within(1, default=3)
     heads: int = within(1, default=4)
 
@@ -74,7 +75,14 @@ class ActionPolicyNet(nn.Module):
     """
 
     def __init__(
-        self, state_size: int, action_size: int, history: int, chunk: int, domains: int, tasks: int, config: ActionPolicyConfig
+        self,
+        state_size: int,
+        action_size: int,
+        history: int,
+        chunk: int,
+        domains: int,
+        tasks: int,
+        config: ActionPolicyConfig,
     ) -> None:
         super().__init__()
         width = config.width
@@ -86,7 +94,6 @@ class ActionPolicyNet(nn.Module):
         self.place = nn.Parameter(0.02 * torch.randn(history + 1 + chunk, width))
         self.blocks = nn.ModuleList(Block(width, config.heads) for _ in range(config.depth))
         self.norm = nn.LayerNorm(width)
-
 
     def forward(self, state: Tensor, noisy_action: Tensor, time: Tensor, task_index: Tensor, domain: int) -> Tensor:
         """Predicts velocities.
@@ -134,9 +141,10 @@ class ActionPolicyModel(ImaginaireModel):
             # A number that never changed in the data set must not be blown up when it does.
             self.register_buffer(f"{name}_std", torch.as_tensor(stats[key]["std"]).clamp(min=SMALLEST_STD))
 
-    def fsdp_modules(self) -> list[nn.Module]:
-        """Returns the blocks, then the network: its embeddings and all heads are one FSDP group."""
-        return [*self.net.blocks, self.net]
+    def fsdp_modules(self) -> Iterator[nn.Module]:
+        """Names the blocks, then the network: its embeddings and all heads are one FSDP group."""
+        yield from self.net.blocks
+        yield self.net
 
     def training_step(self, data: dict[str, Any], iteration: int) -> tuple[dict[str, Any], Tensor]:
         """Computes the flow-matching loss of a micro-batch.

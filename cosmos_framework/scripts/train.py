@@ -22,7 +22,7 @@ from cosmos_framework.trainer import ImaginaireTrainer
 from cosmos_framework.utils.config import ConfigError, check_config, config_choices, load_config
 
 # The fields of each recipe's parts, for `defaults` in configs/recipe/*.yaml.
-RECIPE_SCHEMAS = {
+RECIPE_SCHEMAS: dict[str, dict[str, type]] = {
     "schema/model": {"action_policy": ActionPolicyConfig},
     "schema/dataset": {"action_chunks": ActionChunkDatasetConfig},
     "schema/dataloader": {"action_chunks_train": TrainLoaderConfig, "action_chunks_val": ValidationLoaderConfig},

@@ -98,7 +98,9 @@ def _record(env, expert: Policy, task: str, seed: int) -> Episode | None:
     return Episode(np.stack(states), np.stack(actions), task) if succeeded else None
 
 
-def try_policy(policy: Callable[[np.ndarray], np.ndarray], task: str, seeds: Sequence[int], history: int, execute: int) -> list[bool]:
+def try_policy(
+    policy: Callable[[np.ndarray], np.ndarray], task: str, seeds: Sequence[int], history: int, execute: int
+) -> list[bool]:
     """Runs a policy in closed loop, one simulation a seed, all in lock-step so that it sees them as one batch.
 
     Args:

@@ -144,7 +144,8 @@ class FSDP2Backend:
         by_mesh: dict[dist.DeviceMesh, list[int]] = {}
         for index, group in enumerate(self._groups):
             by_mesh.setdefault(group.mesh, []).append(index)
-        used, mixed = set(), []
+        used: set[tuple[int, int]] = set()
+        mixed: list[tuple[int, int]] = []
         for mesh, indices in by_mesh.items():
             keys = [(index, position) for index in indices for position in range(len(self._groups[index].params))]
             bits = [position in self._groups[index].held.used for index, position in keys]
@@ -183,14 +184,16 @@ class FSDP2Backend:
 
     def plan(self) -> Plan:
         waits = [(group, self._waits(group)) for group in self._all_groups]
-        each, once, held_bytes = set(), set(), 0
+        each: set[str] = set()
+        once: set[str] = set()
+        held_bytes = 0
         for group, waiting in waits:
             collectives = _collectives(group)
             later = {AccumMode.GRAD_SYNC: collectives, AccumMode.ALL_REDUCE: collectives[-1:], None: ()}[waiting]
             once.update(later)
             each.update(set(collectives).difference(later))
-            numel = {AccumMode.GRAD_SYNC: group.numel, AccumMode.ALL_REDUCE: group.sharded_numel}.get(waiting)
-            if numel:
+            if waiting:
+                numel = group.numel if waiting is AccumMode.GRAD_SYNC else group.sharded_numel
                 held_bytes += sum(map(numel, group.trainable())) * group.reduce_itemsize
         if self._settings.reshard:
             each.update(f"all_gather over {_dims(group)[-1]}" for group in self._all_groups if group.shard_size > 1)

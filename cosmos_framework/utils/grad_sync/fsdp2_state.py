@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,7 @@ class ParamGroup:
     """One of torch's FSDP parameter groups, in the words that deferral needs."""
 
     def __init__(self, state: Any, group: Any, held: Held) -> None:
-        self._state = weakref.ref(state)
+        self._state: weakref.ref[Any] = weakref.ref(state)
         self._group = weakref.ref(group)
         self.held = held
 
@@ -246,7 +246,7 @@ class ParamGroup:
     @property
     def root(self) -> Any:
         """The state under whose forward this group runs; None before the first forward."""
-        state = self._state()
+        state: Any = self._state()
         return next((each for each in state._state_ctx.all_states if each._is_root), None)
 
     @property
@@ -257,7 +257,7 @@ class ParamGroup:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keeps the parameters gathered after a forward."""
-        group, state = self.group, self._state()
+        group, state = self.group, cast(Any, self._state())
         self.held.gathered = True
         if group.is_sharded_post_forward:  # gathers with the policy that goes away here
             group.reshard()

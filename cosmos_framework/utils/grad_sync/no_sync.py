@@ -33,7 +33,7 @@ class NoSyncBackend:
     @contextmanager
     def micro_step(self, boundary: bool) -> Iterator[None]:
         waits = not boundary and self._settings.mode is not AccumMode.NONE
-        with self._module.no_sync() if waits else nullcontext():
+        with self._module.no_sync() if waits else nullcontext():  # type: ignore[operator]
             yield
         self._is_waiting |= waits
 
