@@ -22,6 +22,8 @@ from .no_sync import NoSyncBackend
 
 logger = logging.getLogger(__name__)
 
+_open_blocks: list[GradSync] = []  # those that put something off, the innermost last
+
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
@@ -66,6 +68,7 @@ class GradSync:
         self._window = fsdp2_state.Window()
         self._backends: list[Backend] | None = None
         self._is_open = False
+        self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._shape_seen: tuple[int, int] | None = None
         self._told: set[str] = set()
 
@@ -105,6 +108,9 @@ class GradSync:
                 self._is_open = True
                 for backend in backends:
                     block.enter_context(backend.micro_step(boundary))
+                if backends:
+                    _open_blocks.append(self)
+                    block.callback(_open_blocks.pop)
                 yield
             self._is_open = not boundary
             if boundary:
@@ -120,7 +126,7 @@ class GradSync:
     def _taking_part(self, boundary: bool) -> list[Backend]:
         """Returns nobody, at no cost, where this block has nothing to put off and nothing was."""
         settings = self._settings
-        if self._backends is None and not settings.reduce_unused_params:
+        if self._backends is None and not settings.reduce_unused_params and not _open_blocks:
             if settings.mode is AccumMode.NONE and settings.reshard:
                 return []
             if boundary and not self._is_open:
@@ -192,16 +198,9 @@ class GradSync:
         return found
 
     def _name_of(self, module: nn.Module, param_name: str) -> str:
-        for ref in self._models:
-            model = ref()
-            for prefix, each in model.named_modules() if model is not None else ():
-                if each is module:
-                    prefix = prefix.removeprefix("module") if isinstance(model, DistributedDataParallel) else prefix
-                    name = f"{prefix}.{param_name}".removeprefix(".")
-                    for wrapper in WRAPPER_NAMES:
-                        name = name.replace(wrapper, "")
-                    return name
-        return param_name
+        if module not in self._prefixes:
+            self._prefixes.update(_module_prefixes(ref() for ref in self._models))
+        return self._prefixes.get(module, "") + param_name
 
     # Telling people
 
@@ -241,3 +240,17 @@ class GradSync:
             self._told.add(line)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 logger.log(level, line)
+
+
+def _module_prefixes(models: Iterable[nn.Module | None]) -> dict[nn.Module, str]:
+    """Returns what the names of each module's parameters start with, without what wrappers add to them."""
+    prefixes = {}
+    for model in models:
+        for name, module in model.named_modules() if model is not None else ():
+            prefix = f"{name}." if name else ""
+            if isinstance(model, DistributedDataParallel):
+                prefix = prefix.removeprefix("module.")
+            for wrapper in WRAPPER_NAMES:
+                prefix = prefix.replace(wrapper, "")
+            prefixes[module] = prefix
+    return prefixes
