@@ -35,7 +35,7 @@ class FSDP2Backend:
         self._groups = [
             group
             for group in groups
-            if group.user_lets_reduce and (always or self._waits(group) or group.held.is_waiting)
+            if group.user_lets_reduce and (always or self._waits(group) or group.held.is_waiting or group.is_replaced)
         ]
 
     def _waits(self, group: ParamGroup) -> AccumMode | None:

@@ -190,7 +190,7 @@ class ParamGroup:
 
     @contextmanager
     def hooks_silent(self, positions: Iterable[int]) -> Iterator[None]:
-        """Hides the parameters' post-accumulate-grad hooks, which torch runs for whatever it reduces, zeros included."""
+        """Hides the post-accumulate-grad hooks, which torch runs for whatever it reduces, zeros included."""
         hooks = [hooks for position in positions if (hooks := self._grad_hooks(position))]
         hidden = [dict(each) for each in hooks]
         for each in hooks:
@@ -224,6 +224,11 @@ class ParamGroup:
     def user_lets_reduce(self) -> bool:
         """False where the user has switched a collective off by hand, which is then none of our business."""
         return self.group.reduce_grads and self.group.all_reduce_grads
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether a block around this one decides what the group's post-backward does."""
+        return "post_backward" in vars(self.group)
 
     def post_backward(self, partial: Tensor | None = None, all_reduce: bool = True, reshard: bool = True) -> Any:
         """Lets torch reduce what it sees, on top of `partial`; returns the new partial if the all-reduce waits."""
