@@ -1,17 +1,29 @@
 # SPDX-FileCopyrightText: 2026 The cosmos-framework training-core authors
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by the scripts that need the project's virtual environment: makes .venv, or takes the one that fits.
+# Sourced by test.sh and quickstart.sh: goes to the checkout's root and puts .venv there first on PATH.
+# PYTHON=python3.12 chooses the interpreter that a new environment is made of.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-wanted="$(cat setup.py pyproject.toml constraints.txt | sha256sum)"
-if [ "$(cat .venv/installed.sha256 2>/dev/null)" != "$wanted" ]; then
-  echo "installing into .venv" >&2
-  rm -rf .venv
-  "${PYTHON:-python3}" -m venv .venv
-  .venv/bin/pip install --quiet --disable-pip-version-check -e '.[sim,data,report,upstream,dev]' -c constraints.txt
-  echo "$wanted" > .venv/installed.sha256
-fi
+# What an environment depends on; the checkout's place is written into an editable install.
+wanted_environment() {
+    pwd
+    cat setup.py constraints.txt
+}
 
-# A rank is a process of its own; more threads than cores make all of them slower.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+install() {
+    local python=${PYTHON:-python3}
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        echo "the pinned packages need Python 3.11 or newer; PYTHON=$python is not, or does not run" >&2
+        return 1
+    fi
+    echo "installing into $PWD/.venv"
+    "$python" -m venv --clear .venv
+    # Twice quiet leaves the errors.
+    .venv/bin/python -m pip install --quiet --quiet --constraint constraints.txt \
+        --editable '.[sim,data,report,dev,upstream]'
+    wanted_environment >.venv/installed_from
+}
+
+cmp --silent .venv/installed_from <(wanted_environment) || install
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
