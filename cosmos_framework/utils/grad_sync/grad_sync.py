@@ -22,7 +22,7 @@ from .no_sync import NoSyncBackend
 
 logger = logging.getLogger(__name__)
 
-_open_blocks: list[GradSync] = []  # those that put something off, the innermost last
+_open_blocks: list[GradSync] = []  # those that have something to put off
 
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -114,7 +114,7 @@ class GradSync:
                 yield
             self._is_open = not boundary
             if boundary:
-                for backend in backends:
+                for backend in self._backends or backends:  # a block inside may have had other settings
                     backend.close_window()
                 self._backends = None
             elif backends and self._backends is None:  # a boundary inside this block has closed its window
