@@ -11,7 +11,7 @@ wanted_environment() {
     cat setup.py constraints.txt
 }
 
-install() {
+make_venv() {
     local python=${PYTHON:-python3}
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
         echo "the pinned packages need Python 3.11 or newer; PYTHON=$python is not, or does not run" >&2
@@ -25,5 +25,5 @@ install() {
     wanted_environment >.venv/installed_from
 }
 
-cmp --silent .venv/installed_from <(wanted_environment) || install
+cmp --silent .venv/installed_from <(wanted_environment) || make_venv
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1

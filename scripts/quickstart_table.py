@@ -93,7 +93,7 @@ def _total(cost: StepCost) -> tuple[int, int]:
 
 
 def _in_words(calls: int, size: int) -> str:
-    return f"{calls} ({size / 2**20:.1f} MiB)"
+    return f"{calls} ({size:,} B)"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart_table.py"
-MIB = 2**20
 
 
 def write_run(folder: Path, mode: str, seconds: list[float], all_reduces: int) -> Path:
@@ -27,9 +26,9 @@ def write_run(folder: Path, mode: str, seconds: list[float], all_reduces: int) -
             "collective": "all_reduce",
             "mesh_dimension": "dp_replicate",
             "calls": all_reduces,
-            "bytes": all_reduces * MIB,
+            "bytes": all_reduces * 1000,
         },
-        {"collective": "reduce_scatter", "mesh_dimension": "dp_shard", "calls": 4, "bytes": 8 * MIB},
+        {"collective": "reduce_scatter", "mesh_dimension": "dp_shard", "calls": 4, "bytes": 8_000_000},
     ]
     other_first_step = {"iteration": 1, "collectives": []}
     ledger = {
@@ -69,9 +68,9 @@ def test_the_table_has_success_and_costs(tmp_path: Path) -> None:
         "all_reduce none",
         "seconds 0.500 1.000",
         "samples/s 128 64",
-        "all_reduce over dp_replicate 1 (1.0 MiB) 4 (4.0 MiB)",
-        "reduce_scatter over dp_shard 4 (8.0 MiB) 4 (8.0 MiB)",
-        "all collectives 5 (9.0 MiB) 8 (12.0 MiB)",
+        "all_reduce over dp_replicate 1 (1,000 B) 4 (4,000 B)",
+        "reduce_scatter over dp_shard 4 (8,000,000 B) 4 (8,000,000 B)",
+        "all collectives 5 (8,001,000 B) 8 (8,004,000 B)",
     ):
         assert row in rows
 
