@@ -102,7 +102,10 @@ class FSDP2Backend:
         else:
             for position in set(covered).difference(fresh):
                 group.fill(position)
-        with group.hooks_silent(zeros):
+        # Hooks run where a gradient is. Whether another rank has one is known at the window's end; what is reduced in
+        # each micro-step cannot wait for that, so that all ranks run all hooks there, as torch does.
+        knows = self._waits(group) or not self._settings.reduce_unused_params
+        with group.hooks_silent(zeros if knows else ()):
             held.partial = group.post_backward(held.partial, all_reduce, reshard)
         held.layout = covered
 
@@ -126,7 +129,7 @@ class FSDP2Backend:
         for index, group in enumerate(self._groups):
             for position, was_none in group.held.filled.items():
                 if (index, position) in used:
-                    if position not in group.held.used:
+                    if position not in group.held.used and self._waits(group):
                         group.run_hooks(position)
                 elif was_none:
                     group.drop_sharded_grad(position)

@@ -566,3 +566,31 @@ def hooks_in_each_mode(name: str) -> None:
 def test_optimizer_in_backward_steps_once_a_window(rank_pool: Any, name: str) -> None:
     """And not at all for a parameter that no micro-step used."""
     rank_pool.run(hooks_in_each_mode, name)
+
+
+def steps_when_ranks_differ() -> list[dict[str, int]]:
+    """How often each parameter steps in backward in each mode, where every rank takes a branch of its own."""
+    mesh_of.cache_clear()
+    counts = []
+    for mesh, mode in itertools.product(["hsdp", "fsdp"], ["none", "all_reduce", "grad_sync"]):
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"forked": Forked(), "last": linear(), "unused": Forked()})
+        wrap = Wrap(mesh, mixed=False)
+        wrap(*net.values())
+        sync = GradSync(net, mode, reduce_unused_params=True)
+        with steps_in_backward(net) as seen:
+            for step in range(3):
+                with sync.micro_step(boundary=step == 2):
+                    square(net["last"](net["forked"](batch(step), left=dist.get_rank() == 1))).backward()
+            counts.append({name: len(grads) for name, grads in seen.items()})
+        assert all(param.grad is None for param in net.parameters())
+    return counts
+
+
+def test_all_ranks_step_in_backward_equally_often(rank_pool: Any) -> None:
+    first, *others = rank_pool.run(steps_when_ranks_differ)
+    assert all(each == first for each in others)
+    hsdp_none, _, hsdp_grad_sync, *_, fsdp_grad_sync = first
+    assert hsdp_none["forked.left.weight"] == 3
+    assert hsdp_grad_sync["forked.left.weight"] == fsdp_grad_sync["forked.right.bias"] == 1
+    assert not any(count for each in first for name, count in each.items() if name.startswith("unused"))
