@@ -59,8 +59,7 @@ def test_parameters_are_gathered_once_a_window_when_kept(rank_pool: Any) -> None
     for totals_of in rank_pool.run(traffic, [*setups, Setup("hsdp", "none")]):
         *kept, resharded = [calls(totals, "all_gather", "dp_shard") for totals in totals_of]
         assert kept == [GROUPS] * 3
-        # The root stays gathered from forward to backward, as torch does by itself.
-        assert resharded == ACCUMULATION * (2 * GROUPS - 1)
+        assert resharded == ACCUMULATION * 2 * GROUPS
 
 
 def test_deferral_sends_one_small_message_more(rank_pool: Any) -> None:
