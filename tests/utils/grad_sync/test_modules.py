@@ -442,11 +442,15 @@ def assert_equal(errors_by_setup: dict[tuple[Wrap, str, bool], float]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_module_equals_none(rank_pool: Any, name: str) -> None:
-    for found in rank_pool.run(errors, name, WRAPS, True):
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(WRAPS[0], id="float32"), pytest.param(WRAPS[1], id="mixed", marks=pytest.mark.slow)]
+)
+def test_module_equals_none(rank_pool: Any, wrap: Wrap, name: str) -> None:
+    for found in rank_pool.run(errors, name, [wrap], True):
         assert_equal(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["called several times", "nested meshes", "checkpointed blocks, not reentrant"])
 def test_module_that_reshards_to_two_ranks(rank_pool: Any, name: str) -> None:
     for found in rank_pool.run(errors, name, [TO_TWO_RANKS], True):
@@ -492,6 +496,7 @@ def assert_resharded(model: nn.Module) -> None:
         assert "local" in name or hasattr(param, "full_tensor"), f"{name} is still gathered"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoRA", "student and critic"])
 def test_settings_switched_in_mid_window(rank_pool: Any, name: str) -> None:
     wraps = [Wrap("hsdp", mixed=False), Wrap("fsdp", mixed=False)]
