@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -14,6 +15,10 @@ from tqdm import tqdm
 from cosmos_framework.model._base import ImaginaireModel
 from cosmos_framework.utils import distributed, misc
 from cosmos_framework.utils.callback import Callback
+
+
+# A file keeps what a terminal overwrites.
+TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
 
 
 class ProgressBar(Callback):
@@ -26,7 +31,13 @@ class ProgressBar(Callback):
     @distributed.rank0_only
     def on_train_start(self, model: ImaginaireModel, iteration: int = 0) -> None:
         """Draws the bar."""
-        self._bar = tqdm(total=self.config.trainer.max_iter, initial=iteration, desc="training", unit="iter")
+        self._bar = tqdm(
+            total=self.config.trainer.max_iter,
+            initial=iteration,
+            desc="training",
+            unit="iter",
+            mininterval=TERMINAL_INTERVAL_S if sys.stderr.isatty() else LOG_INTERVAL_S,
+        )
         self._waits: str | None = None
         self._start_window()
 
