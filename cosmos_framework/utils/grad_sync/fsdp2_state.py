@@ -254,11 +254,6 @@ class ParamGroup:
         state: Any = self._state()
         return next((each for each in state._state_ctx.all_states if each._is_root), None)
 
-    @property
-    def forward_is_pending(self) -> bool:
-        """Whether a forward ran whose backward has not."""
-        return bool(self.group._post_forward_indices)
-
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keeps the parameters gathered after a forward."""

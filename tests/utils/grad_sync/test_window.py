@@ -250,6 +250,32 @@ def test_new_grad_sync_inherits_nothing(rank_pool: Any) -> None:
     rank_pool.run(abandoned_everywhere)
 
 
+def boundary_that_runs_nothing(setup: Setup, forward: bool) -> dict[str, Tensor | None]:
+    net, sync = sharded(setup)
+    run_open(net, sync, ["abh", "ah"])
+    with sync.micro_step(boundary=True):
+        if forward:
+            net(torch.ones(4, 12), "abh")
+    assert not sync.held_back()
+    seen = gradients(net)
+    net.zero_grad()
+    assert worst_error(run_window(net, sync), wanted()) < 1e-5, setup
+    return seen
+
+
+def boundaries_that_run_nothing() -> None:
+    start()
+    for forward in (False, True):
+        none = boundary_that_runs_nothing(SETUPS[0], forward)
+        assert none["b.weight"] is not None
+        for setup in SETUPS:
+            assert worst_error(boundary_that_runs_nothing(setup, forward), none) < 1e-5, (setup, forward)
+
+
+def test_boundary_without_a_backward_ends_the_window(rank_pool: Any) -> None:
+    rank_pool.run(boundaries_that_run_nothing)
+
+
 # Restoring
 
 
