@@ -16,7 +16,6 @@ from cosmos_framework.model._base import ImaginaireModel
 from cosmos_framework.utils import distributed, misc
 from cosmos_framework.utils.callback import Callback
 
-
 # A file keeps what a terminal overwrites.
 TERMINAL_INTERVAL_S, LOG_INTERVAL_S = 0.1, 10.0
 

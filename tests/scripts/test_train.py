@@ -34,9 +34,9 @@ def tiny_batches(dataset_config: Any, **arguments: Any) -> Iterable[dict[str, An
 
 
 def torchrun(ranks: int, *overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        + [str(REPO / "scripts" / "train.py"), *overrides],
+        [*launcher, str(REPO / "scripts" / "train.py"), *overrides],
         check=False,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
