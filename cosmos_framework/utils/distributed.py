@@ -172,10 +172,13 @@ def ddp_sync_grad(
 
     Raises:
         ValueError: `fsdp_accum_mode` is unknown.
+        HeldBackGradientError: A window is open in which the first model was accompanied by others.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     sync = grad_sync_of(models[0])
     if sync is None or not sync.watches(models):
+        if sync is not None:
+            sync.require_nothing_held_back("a micro-step of other models")
         sync = GradSync(models)
         # Hooks get the model without its DDP wrapper, and ask for its GradSync all the same.
         _syncs.update({each: sync for model in models for each in (model, getattr(model, "module", model))})
