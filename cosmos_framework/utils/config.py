@@ -289,7 +289,7 @@ class WarmupCosineConfig(SchedulerConfig):
     """
 
     _target_: str = "cosmos_framework.utils.lr_scheduler.warmup_cosine"
-    warmup_iter: int = within(0, default=100)
+    warmup_iter: int = within(0, default=50)
     max_iter: int = within(1, default="${trainer.max_iter}")
     min_factor: float = fraction(0.0)
 
