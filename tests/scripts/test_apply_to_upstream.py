@@ -103,6 +103,13 @@ def test_applied_twice_without_a_record_changes_nothing(run: Run, checkout: Path
     assert standin.snapshot(tmp_path / "clone") == applied
 
 
+def test_either_state_ends_as_the_same_dispatcher(run: Run, either_state: Path, tmp_path: Path) -> None:
+    other = standin.make(tmp_path / "other", standin.files())
+    assert run(either_state) == run(other) == 0
+    edited = "cosmos_framework/utils/distributed.py"
+    assert (either_state / edited).read_bytes() == (other / edited).read_bytes()
+
+
 def test_edited_files_say_what_they_should(run: Run, checkout: Path) -> None:
     run(checkout)
     text = {path: content.decode() for path, content in standin.snapshot(checkout).items()}
@@ -126,8 +133,8 @@ def test_edited_files_say_what_they_should(run: Run, checkout: Path) -> None:
     assert text["CHANGELOG.md"].index("Add a thing.") < entry < text["CHANGELOG.md"].index("Breaking")
 
 
-def test_edited_package_runs_with_its_own_tests(run: Run, either_state: Path) -> None:
-    run(either_state)
+def test_edited_package_runs_with_its_own_tests(run: Run, checkout: Path) -> None:
+    run(checkout)
     trial = (
         "import torch; from cosmos_framework.utils import config, distributed\n"
         "model = torch.nn.Linear(1, 1)\n"
@@ -141,8 +148,8 @@ def test_edited_package_runs_with_its_own_tests(run: Run, either_state: Path) ->
     )
     result = subprocess.run(
         [sys.executable, "-c", trial],
-        cwd=either_state,
-        env={**os.environ, "PYTHONPATH": str(either_state)},
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
         capture_output=True,
         text=True,
     )
