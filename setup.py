@@ -23,7 +23,7 @@ setup(
         "data": ["pyarrow"],
         "report": ["matplotlib"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy"],
-        "upstream": ["libcst"],
+        "upstream": ["attrs", "libcst", "pydantic"],
     },
     entry_points={"console_scripts": ["cosmos-train=cosmos_framework.scripts.train:main"]},
 )
