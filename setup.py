@@ -22,7 +22,8 @@ setup(
         "sim": ["metaworld", "packaging"],
         "data": ["pyarrow"],
         "report": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+        # attrs and pydantic: the stand-ins for upstream in the tests are made of them.
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "attrs", "pydantic"],
         "upstream": ["attrs", "libcst", "pydantic"],
     },
     entry_points={"console_scripts": ["cosmos-train=cosmos_framework.scripts.train:main"]},
