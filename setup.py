@@ -24,7 +24,7 @@ setup(
         "report": ["matplotlib"],
         # attrs and pydantic: the stand-ins for upstream in the tests are made of them.
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "attrs", "pydantic"],
-        "upstream": ["attrs", "libcst", "pydantic"],
+        "upstream": ["libcst"],
     },
     entry_points={"console_scripts": ["cosmos-train=cosmos_framework.scripts.train:main"]},
 )
