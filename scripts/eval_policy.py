@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from omegaconf import OmegaConf
 
-from cosmos_framework.checkpoint.dcp import load_model
+from cosmos_framework.checkpoint.dcp import CheckpointError, load_model
 from cosmos_framework.data.lerobot import DatasetError, read_dataset
 from cosmos_framework.model.action_policy import ActionPolicyModel, build_action_policy
 from cosmos_framework.sim.metaworld import try_policy
@@ -40,8 +40,14 @@ def main() -> None:
         for domain, members in enumerate(dataset.domains.values())
         for task_index in members
     ]
-    with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        rates = dict(pool.map(success_rate, trials))
+    chunk = OmegaConf.load(config_file).dataset.chunk
+    if args.execute > chunk:
+        sys.exit(f"--execute {args.execute} is more than the {chunk} actions of a chunk that the policy gives")
+    try:
+        with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
+            rates = dict(pool.map(success_rate, trials))
+    except CheckpointError as error:
+        sys.exit(str(error))
     report = {"success": rates, "mean": sum(rates.values()) / len(rates), "episodes": args.episodes, "seed": args.seed}
     args.output = args.output or args.run / "evaluation.json"
     args.output.write_text(json.dumps(report, indent=2) + "\n")

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cosmos_framework.utils.config import ConfigError
@@ -31,7 +32,23 @@ from cosmos_framework.utils.config import ConfigError
 VERSION = "v3.0"
 STATE, ACTION = "observation.state", "action"
 FRAME_COLUMNS = (STATE, ACTION, "episode_index", "task_index")
+# LeRobot writes the text as a pandas index, which parquet names so if it has no name of its own.
+TASK_TEXT = ("task", "__index_level_0__")
 HELD_OUT = 0.1
+# LeRobot finds a task's text in the index of the pandas frame (source: pandas' developer guide, "Storing metadata").
+TASK_IS_PANDAS_INDEX = {
+    "pandas": json.dumps(
+        {
+            "index_columns": ["task"],
+            "column_indexes": [],
+            "columns": [
+                {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": stored, "metadata": None}
+                for name, kind, stored in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+            ],
+            "pandas_version": "2.0.0",
+        }
+    )
+}
 
 
 class DatasetError(ConfigError):
@@ -85,7 +102,7 @@ class LeRobotDataset:
 def read_dataset(root: str | Path) -> LeRobotDataset:
     """Reads a data set with state and action columns; other columns, such as images, are left alone.
 
-    Without a split "val" in `info.json` the last tenth of the episodes is held out.
+    Without a split "val" in `info.json` the last tenth of the split "train" is held out.
 
     Args:
         root: its folder.
@@ -98,16 +115,19 @@ def read_dataset(root: str | Path) -> LeRobotDataset:
     frames = _read_tables(root, "data", FRAME_COLUMNS)
     state, action = (_matrix(frames, name, root) for name in (STATE, ACTION))
     for name, values in ((STATE, state), (ACTION, action)):
-        if list(values.shape[1:]) != list(info["features"][name]["shape"]):
+        shape = info["features"][name].get("shape")
+        if shape != [values.shape[1]]:
             raise DatasetError(
-                f"{root}: {name} has {values.shape[1]} numbers a frame, but meta/info.json says "
-                f"{info['features'][name]['shape']}"
+                f"{root}: {name} has {values.shape[1]} numbers a frame, but meta/info.json gives the shape {shape}"
             )
-    bounds = _episode_bounds(frames["episode_index"].to_numpy(), root)
+    bounds = _episode_bounds(_indices(frames, "episode_index", root), root)
     tasks = _read_tasks(root)
-    task_index = frames["task_index"].to_numpy().astype(np.int64)
-    if task_index.max() >= len(tasks):
-        raise DatasetError(f"{root}: a frame has task_index {task_index.max()}, meta/tasks.parquet ends before that")
+    task_index = _indices(frames, "task_index", root)
+    if not 0 <= task_index.min() <= task_index.max() < len(tasks):
+        raise DatasetError(
+            f"{root}: the frames have task_index {task_index.min()} to {task_index.max()}, "
+            f"meta/tasks.parquet has 0 to {len(tasks) - 1}"
+        )
     return LeRobotDataset(
         root=root,
         state=state,
@@ -158,7 +178,9 @@ def write_dataset(
     lengths = [len(episode.state) for episode in episodes]
     _write_table(partial / "data/chunk-000/file-000.parquet", _frame_columns(state, action, episodes, tasks, fps))
     _write_table(partial / "meta/episodes/chunk-000/file-000.parquet", _episode_columns(episodes, lengths))
-    _write_table(partial / "meta/tasks.parquet", {"task_index": list(range(len(tasks))), "task": tasks})
+    _write_table(
+        partial / "meta/tasks.parquet", {"task_index": list(range(len(tasks))), "task": tasks}, TASK_IS_PANDAS_INDEX
+    )
     _write_json(partial / "meta/stats.json", {STATE: _stats_of(state), ACTION: _stats_of(action)})
     _write_json(
         partial / "meta/info.json",
@@ -178,12 +200,12 @@ def _read_info(root: Path) -> dict[str, Any]:
             f"{root}: meta/info.json has codebase_version {info.get('codebase_version')!r}; {VERSION} is read here "
             "(LeRobot converts older ones)"
         )
+    features = info.get("features") or {}
     for name in (STATE, ACTION):
-        if name not in info.get("features", {}):
-            known = ", ".join(info.get("features", {})) or "none"
-            raise DatasetError(f"{root}: meta/info.json has no feature {name}; it has {known}")
-    if "fps" not in info:
-        raise DatasetError(f"{root}: meta/info.json has no fps")
+        if name not in features:
+            raise DatasetError(f"{root}: meta/info.json has no feature {name}; it has {', '.join(features) or 'none'}")
+    if not isinstance(info.get("fps"), int | float) or info["fps"] <= 0:
+        raise DatasetError(f"{root}: meta/info.json has fps={info.get('fps')!r}; a positive number is needed")
     return info
 
 
@@ -192,21 +214,30 @@ def _read_json(root: Path, name: str) -> dict[str, Any]:
     if not path.is_file():
         raise DatasetError(f"{root} has no meta/{name}; a LeRobot {VERSION} data set needs it")
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text())
+    except ValueError as error:
         raise DatasetError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DatasetError(f"{path} holds a {type(content).__name__}; a JSON object is needed")
+    return content
 
 
 def _read_tables(root: Path, folder: str, columns: Sequence[str]) -> pa.Table:
     files = sorted((root / folder).glob("chunk-*/file-*.parquet"))
     if not files:
         raise DatasetError(f"{root} has no {folder}/chunk-*/file-*.parquet")
-    return pa.concat_tables([_read_table(file, columns) for file in files])
+    try:
+        return pa.concat_tables([_read_table(file, columns) for file in files])
+    except pa.ArrowInvalid as error:
+        raise DatasetError(f"{root}: the files of {folder} have columns of different types: {error}") from error
 
 
-def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
+def _read_table(path: Path, columns: Sequence[str], any_of: Sequence[str] = ()) -> pa.Table:
+    """Reads `columns`, and the first of `any_of` that there is."""
     try:
         known = pq.read_schema(path).names
+        if any_of:
+            columns = [*columns, next((name for name in any_of if name in known), any_of[0])]
         missing = [column for column in columns if column not in known]
         if missing:
             raise DatasetError(f"{path} has no column {', '.join(missing)}; it has {', '.join(known)}")
@@ -217,16 +248,31 @@ def _read_table(path: Path, columns: Sequence[str]) -> pa.Table:
 
 def _matrix(frames: pa.Table, name: str, root: Path) -> np.ndarray:
     column = frames[name].combine_chunks()
-    if not (
-        pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type) or pa.types.is_large_list(column.type)
-    ):
+    if len(column) == 0:
+        raise DatasetError(f"{root}: the column {name} has no frames")
+    if _is_list(column.type):
+        # A frame of other or no size would shift all later ones; null has the size NaN.
+        sizes = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+        if not (sizes == sizes[0]).all():
+            raise DatasetError(f"{root}: the column {name} has frames of different sizes, or empty ones")
+        column = column.flatten()
+    # LeRobot stores a feature of one number as the number.
+    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
         raise DatasetError(f"{root}: the column {name} holds {column.type}; a list of numbers a frame is needed")
-    values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32)
-    if len(column) == 0 or values.size % len(column):
-        raise DatasetError(f"{root}: the column {name} has frames of different sizes, or no frames")
+    values = column.to_numpy(zero_copy_only=False).astype(np.float32)
     if not np.isfinite(values).all():
         raise DatasetError(f"{root}: the column {name} has values that are not finite")
-    return values.reshape(len(column), -1)
+    return values.reshape(frames.num_rows, -1)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind) or pa.types.is_large_list(kind)
+
+
+def _indices(frames: pa.Table, name: str, root: Path) -> np.ndarray:
+    if not pa.types.is_integer(frames[name].type) or frames[name].null_count:
+        raise DatasetError(f"{root}: the column {name} needs an integer in each frame; it holds {frames[name].type}")
+    return frames[name].to_numpy().astype(np.int64)
 
 
 def _episode_bounds(episode_index: np.ndarray, root: Path) -> np.ndarray:
@@ -240,10 +286,8 @@ def _read_tasks(root: Path) -> tuple[str, ...]:
     path = root / "meta/tasks.parquet"
     if not path.is_file():
         raise DatasetError(f"{root} has no meta/tasks.parquet")
-    # LeRobot writes the text as a pandas index, which parquet names so.
-    known = pq.read_schema(path).names
-    text = next((name for name in ("task", "__index_level_0__") if name in known), "task")
-    table = _read_table(path, ["task_index", text])
+    table = _read_table(path, ["task_index"], any_of=TASK_TEXT)
+    text = table.column_names[-1]
     by_index = dict(zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True))
     if sorted(by_index) != list(range(len(by_index))):
         raise DatasetError(f"{path}: task_index does not count from 0")
@@ -255,19 +299,32 @@ def _read_stats(root: Path, sizes: dict[str, int]) -> dict[str, dict[str, np.nda
     found: dict[str, dict[str, np.ndarray]] = {}
     for name, size in sizes.items():
         for kind in ("mean", "std"):
-            values = np.asarray(stats.get(name, {}).get(kind, []), dtype=np.float32).reshape(-1)
+            try:
+                values = np.asarray(stats.get(name, {}).get(kind, []), dtype=np.float32).reshape(-1)
+            except (ValueError, TypeError, AttributeError):
+                raise DatasetError(
+                    f"{root}: meta/stats.json has something else than numbers for {name}.{kind}"
+                ) from None
             if values.size != size:
                 raise DatasetError(f"{root}: meta/stats.json has {values.size} numbers for {name}.{kind}, needs {size}")
+            if not np.isfinite(values).all():
+                raise DatasetError(f"{root}: meta/stats.json has numbers that are not finite for {name}.{kind}")
             found.setdefault(name, {})[kind] = values
     return found
 
 
 def _splits(info: dict[str, Any], episodes: int, root: Path) -> dict[str, tuple[int, int]]:
-    splits = {name: _split(name, text, episodes, root) for name, text in info.get("splits", {}).items()}
-    if "val" not in splits and episodes > 1:
-        first_held_out = min(episodes - 1, round(episodes * (1 - HELD_OUT)))
-        splits = {"train": (0, first_held_out), "val": (first_held_out, episodes)}
-    return splits or {"train": (0, episodes)}
+    named = info.get("splits") or {"train": f"0:{episodes}"}
+    splits = {name: _split(name, named[name], episodes, root) for name in ("train", "val") if name in named}
+    if "train" not in splits:
+        raise DatasetError(f"{root}: meta/info.json has no split 'train'; it has {', '.join(named)}")
+    first, end = splits["train"]
+    if "val" not in splits and end - first > 1:
+        first_held_out = min(end - 1, first + round((end - first) * (1 - HELD_OUT)))
+        splits = {"train": (first, first_held_out), "val": (first_held_out, end)}
+    elif "val" in splits and max(first, splits["val"][0]) < min(end, splits["val"][1]):
+        raise DatasetError(f"{root}: meta/info.json has splits train and val that share episodes: {named}")
+    return splits
 
 
 def _split(name: str, text: str, episodes: int, root: Path) -> tuple[int, int]:
@@ -284,8 +341,11 @@ def _read_domains(root: Path, tasks: tuple[str, ...]) -> dict[str, tuple[int, ..
     if not (root / "meta/domains.json").is_file():
         return {"all": tuple(range(len(tasks)))}
     domains = _read_json(root, "domains.json")
+    for name, members in domains.items():
+        if not isinstance(members, list):
+            raise DatasetError(f"{root}: meta/domains.json has {name}={members!r}; a list of tasks is needed")
     named = [task for members in domains.values() for task in members]
-    if sorted(named) != sorted(tasks):
+    if sorted(map(str, named)) != sorted(tasks):
         raise DatasetError(f"{root}: meta/domains.json must name each task of meta/tasks.parquet once, and no other")
     return {name: tuple(tasks.index(task) for task in members) for name, members in domains.items()}
 
@@ -356,9 +416,9 @@ def _info(
     }
 
 
-def _write_table(path: Path, columns: dict[str, Any]) -> None:
+def _write_table(path: Path, columns: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from cosmos_framework.data.action_chunks import ActionChunkDatasetConfig, TrainLoaderConfig, ValidationLoaderConfig
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     # The trainer comes before the model: it seeds the random numbers that initialise the model.
     trainer = ImaginaireTrainer(config)  # type: ignore[arg-type]
-    model = get_method(config.model._target_)(config.model, config.dataset)
+    model = get_object(config.model._target_)(config.model, config.dataset)
     trainer.train(model, dataloader_train, dataloader_val)
     return 0
 
@@ -88,6 +88,11 @@ def build_dataloaders(config: DictConfig) -> tuple[Any, Any]:
     Raises:
         ConfigError: The data set cannot be used.
     """
-    dataloader_train = instantiate(config.dataloader_train, config.dataset)
-    dataloader_val = instantiate(config.dataloader_val, config.dataset) if config.trainer.run_validation else None
-    return dataloader_train, dataloader_val
+    train = _build_dataloader(config.dataloader_train, config.dataset)
+    return train, _build_dataloader(config.dataloader_val, config.dataset) if config.trainer.run_validation else None
+
+
+def _build_dataloader(loader: DictConfig, dataset: DictConfig) -> Any:
+    # Hydra's instantiate would wrap a ConfigError into an exception of its own.
+    fields = {str(name): value for name, value in loader.items() if name != "_target_"}
+    return get_object(loader._target_)(dataset, **fields)

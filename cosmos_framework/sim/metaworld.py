@@ -16,7 +16,8 @@ import numpy as np
 
 from cosmos_framework.data.lerobot import Episode
 
-os.environ.setdefault("MUJOCO_GL", "egl")  # before MuJoCo is imported: no window
+# Before MuJoCo is imported: nothing is drawn, so no GL library is needed.
+os.environ.setdefault("MUJOCO_GL", "disable")
 
 # Tasks that one part of the scene makes alike share a domain.
 DOMAINS = {
@@ -32,7 +33,7 @@ Policy = Callable[[np.ndarray], np.ndarray]
 
 
 def make_env(task: str):
-    """Makes a task's simulation; each `reset(seed=...)` places its objects and its goal anew.
+    """Makes a task's simulation; `reset_env` places its objects and its goal.
 
     Raises:
         ValueError: there is no such task.
@@ -44,9 +45,16 @@ def make_env(task: str):
     env = ALL_V3_ENVIRONMENTS[task]()
     env._partially_observable = False  # else the goal's three numbers are zeros
     env._freeze_rand_vec = False
+    env.seeded_rand_vec = True  # else goals come from numpy's global random numbers
     env._set_task_called = True
     env.max_path_length = MAX_STEPS + STEPS_AFTER_SUCCESS
     return env
+
+
+def reset_env(env, seed: int) -> np.ndarray:
+    """Places objects and goal as the seed says; returns the first observation, (39,)."""
+    env.seed(seed)  # Meta-World's reset ignores its own argument
+    return env.reset()[0]
 
 
 def make_expert(task: str) -> Policy:
@@ -83,7 +91,7 @@ def record_expert(task: str, episodes: int, seed: int) -> list[Episode]:
 
 def _record(env, expert: Policy, task: str, seed: int) -> Episode | None:
     states, actions = [], []
-    observation, _ = env.reset(seed=seed)
+    observation = reset_env(env, seed)
     steps_left = MAX_STEPS
     succeeded = False
     while steps_left:
@@ -114,7 +122,7 @@ def try_policy(
         Whether each trial succeeded within `MAX_STEPS` steps.
     """
     envs = [make_env(task) for _ in seeds]
-    resets = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
+    resets = [reset_env(env, seed) for env, seed in zip(envs, seeds, strict=True)]
     states = np.stack([np.stack([observation] * history) for observation in resets]).astype(np.float32)
     succeeded = [False] * len(envs)
     for step in range(MAX_STEPS):

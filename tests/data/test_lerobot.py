@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,48 @@ def test_a_users_own_set(root: Path) -> None:
     assert found.splits == {"train": (0, 11), "val": (11, 12)}
 
 
+def test_a_feature_of_one_number_is_stored_as_a_number(root: Path) -> None:
+    action = read_dataset(root).action[:, :1]
+    replace_column(root, ACTION, lambda rows: [row[0] for row in rows])
+    features = json.loads((root / "meta/info.json").read_text())["features"]
+    edit_json(root / "meta/info.json", features=features | {ACTION: {"dtype": "float32", "shape": [1]}})
+    stats = {kind: [float(getattr(action, kind)())] for kind in ("mean", "std")}
+    edit_json(root / "meta/stats.json", **{ACTION: stats})
+    np.testing.assert_array_equal(read_dataset(root).action, action)
+
+
+def test_the_held_out_tenth_is_of_the_training_split(root: Path) -> None:
+    edit_json(root / "meta/info.json", splits={"train": "1:11"})
+    assert read_dataset(root).splits == {"train": (1, 10), "val": (10, 11)}
+
+
+def test_lerobot_finds_the_tasks(root: Path) -> None:
+    """It looks the text up in the index of the pandas frame."""
+    metadata = json.loads(pq.read_schema(root / "meta/tasks.parquet").metadata[b"pandas"])
+    assert metadata["index_columns"] == ["task"]
+
+
 def drop_column(root: Path, column: str) -> None:
     path = root / "data/chunk-000/file-000.parquet"
     pq.write_table(pq.read_table(path).drop_columns([column]), path)
+
+
+def replace_column(root: Path, column: str, change: Callable[[list[Any]], list[Any]]) -> None:
+    path = root / "data/chunk-000/file-000.parquet"
+    frames = pq.read_table(path)
+    place = frames.column_names.index(column)
+    pq.write_table(frames.set_column(place, column, pa.array(change(frames[column].to_pylist()))), path)
+
+
+def ragged(rows: list[Any]) -> list[Any]:
+    """Moves a number from one frame to the next: the count of all numbers stays."""
+    return [rows[0][:-1], [rows[0][-1], *rows[1]], *rows[2:]]
+
+
+def split_in_two_types(root: Path) -> None:
+    path = root / "data/chunk-000/file-000.parquet"
+    shutil.copy(path, path.with_name("file-001.parquet"))
+    replace_column(root, ACTION, lambda rows: rows)
 
 
 def truncate(path: Path) -> None:
@@ -82,18 +123,48 @@ DEFECTS = {
     "no info": (lambda root: (root / "meta/info.json").unlink(), "has no meta/info.json"),
     "broken info": (lambda root: (root / "meta/info.json").write_text("{"), "info.json is no JSON"),
     "old version": (lambda root: edit_json(root / "meta/info.json", codebase_version="v2.1"), "'v2.1'; v3.0 is read"),
-    "no fps": (lambda root: edit_json(root / "meta/info.json", fps=None), "has no fps"),
+    "info is a list": (lambda root: (root / "meta/info.json").write_text("[]"), "holds a list"),
+    "no fps": (lambda root: edit_json(root / "meta/info.json", fps=None), "has fps=None"),
+    "no shape": (
+        lambda root: edit_json(root / "meta/info.json", features={STATE: {"shape": [5]}, ACTION: {}}),
+        "action has 3 numbers a frame, but meta/info.json gives the shape None",
+    ),
     "no state": (
         lambda root: edit_json(root / "meta/info.json", features={ACTION: {}}),
         f"no feature {STATE}; it has action",
     ),
     "no action column": (lambda root: drop_column(root, ACTION), "has no column action; it has"),
     "truncated": (lambda root: truncate(root / "data/chunk-000/file-000.parquet"), "file-000.parquet cannot be read"),
+    "ragged frames": (lambda root: replace_column(root, ACTION, ragged), "action has frames of different sizes"),
+    "no number": (lambda root: replace_column(root, ACTION, lambda rows: ["up"] * len(rows)), "action holds string"),
+    "unknown task": (
+        lambda root: replace_column(root, "task_index", lambda rows: [-1, *rows[1:]]),
+        "have task_index -1 to 2, meta/tasks.parquet has 0 to 2",
+    ),
+    "no episode": (
+        lambda root: replace_column(root, "episode_index", lambda rows: [None, *rows[1:]]),
+        "episode_index needs an integer",
+    ),
+    "files that differ": (lambda root: split_in_two_types(root), "files of data have columns of different types"),
+    "broken tasks": (lambda root: truncate(root / "meta/tasks.parquet"), "tasks.parquet cannot be read"),
     "no data": (lambda root: (root / "data/chunk-000/file-000.parquet").unlink(), "has no data/chunk"),
     "no tasks": (lambda root: (root / "meta/tasks.parquet").unlink(), "has no meta/tasks.parquet"),
     "no stats": (
         lambda root: edit_json(root / "meta/stats.json", **{ACTION: None}),
         "has 0 numbers for action.mean, needs 3",
+    ),
+    "stats that are no numbers": (
+        lambda root: edit_json(root / "meta/stats.json", **{ACTION: {"mean": ["a", "b", "c"]}}),
+        "something else than numbers for action.mean",
+    ),
+    "stats that are not finite": (
+        lambda root: edit_json(root / "meta/stats.json", **{ACTION: {"mean": [0, 0, float("nan")]}}),
+        "not finite for action.mean",
+    ),
+    "no split to train on": (lambda root: edit_json(root / "meta/info.json", splits={"val": "9:12"}), "split 'train'"),
+    "shared episodes": (
+        lambda root: edit_json(root / "meta/info.json", splits={"train": "0:12", "val": "9:12"}),
+        "train and val that share episodes",
     ),
     "wrong split": (
         lambda root: edit_json(root / "meta/info.json", splits={"val": "9:99"}),

@@ -10,7 +10,15 @@ import pytest
 
 pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
-from cosmos_framework.sim.metaworld import DOMAINS, MAX_STEPS, make_env, make_expert, record_expert, try_policy
+from cosmos_framework.sim.metaworld import (
+    DOMAINS,
+    MAX_STEPS,
+    make_env,
+    make_expert,
+    record_expert,
+    reset_env,
+    try_policy,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Constant")]
 
@@ -56,6 +64,17 @@ def test_a_policy_sees_its_history_oldest_first() -> None:
     assert all(np.array_equal(state, seen[0][0, -1]) for state in seen[0][0])
     for before, after in pairwise(seen):
         np.testing.assert_array_equal(after[0, :-1], before[0, 1:])
+
+
+@pytest.mark.parametrize("task", KNOWN_TASKS)
+def test_an_episode_depends_on_its_seed_alone(task: str) -> None:
+    fresh, used = make_env(task), make_env(task)
+    reset_env(used, seed=1)
+    for _ in range(10):
+        used.step(np.ones(4))
+    first = reset_env(fresh, seed=5)
+    np.testing.assert_array_equal(reset_env(used, seed=5), first)
+    assert not np.array_equal(reset_env(fresh, seed=6), first)
 
 
 def test_an_unknown_task_is_named() -> None:
