@@ -313,7 +313,7 @@ def _read_trainer(source: Path) -> dict[str, Any]:
 
 def _read(state: dict[str, Any], source: Path) -> None:
     try:
-        dcp.load(state, checkpoint_id=source)
+        dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise CheckpointError(f"{source} cannot be read ({_reason(error)}). {_use_another(source)}") from error
 
