@@ -85,6 +85,10 @@ class Backend(Protocol):
         """Forgets what is held back; `failed` says that an exception cut a micro-step short."""
         ...
 
+    def remarks(self) -> tuple[str, ...]:
+        """Says what was amiss in the blocks so far, each a sentence with its remedy."""
+        ...
+
     def plan(self) -> Plan:
         """Says what runs in each micro-step, what waits, and what has no effect and why."""
         ...

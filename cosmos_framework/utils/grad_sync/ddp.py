@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +32,7 @@ class DDPBackend:
         self._settings = settings
         self._name_of = name_of
         self._syncs = True
+        self._forward_was_outside = False
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -46,45 +47,49 @@ class DDPBackend:
         synced_before = ddp.require_backward_grad_sync
         self._syncs = boundary or self._settings.mode is AccumMode.NONE or not _can_wait(ddp)
         ddp.require_backward_grad_sync = synced_before and self._syncs
-        try:
-            if boundary and ddp in _waiting and synced_before:
-                with self._reduction_checked():
-                    yield
-            else:
-                yield
-        finally:
-            ddp.require_backward_grad_sync = synced_before
-        if not self._syncs:
-            _waiting.add(ddp)
-
-    @contextmanager
-    def _reduction_checked(self) -> Iterator[None]:
-        """Makes sure that what waits is reduced, which DDP does if its forward and each parameter took part."""
-        ddp, params = self._ddp, {name: param for name, param in self._params().items() if param.requires_grad}
-        reached = set()
-        hooks = [
-            param.register_post_accumulate_grad_hook(lambda each: reached.add(id(each))) for param in params.values()
-        ]
-        # Each forward overwrites this with a bool that says whether it synchronises.
+        # Each forward overwrites this with a bool that says whether its backward synchronises.
         prepared_before = ddp.require_forward_param_sync
         ddp.require_forward_param_sync = int(prepared_before)
         try:
-            yield
+            with (
+                self._params_reached() if boundary and self.held_back() and synced_before else nullcontext() as reached
+            ):
+                yield
+        finally:
+            ddp.require_backward_grad_sync = synced_before
+            ran_forward = type(ddp.require_forward_param_sync) is bool
+            ddp.require_forward_param_sync = bool(ddp.require_forward_param_sync)
+        if reached is not None:
+            self._check_reduced(reached, ran_forward or prepared_before)
+        if not self._syncs:
+            _waiting.add(ddp)
+            self._forward_was_outside |= prepared_before and not ran_forward and bool(self.held_back())
+
+    @contextmanager
+    def _params_reached(self) -> Iterator[set[int]]:
+        """Collects the ids of the parameters that the backward of the block reaches."""
+        reached: set[int] = set()
+        hooks = [
+            param.register_post_accumulate_grad_hook(lambda each: reached.add(id(each)))
+            for param in self._params().values()
+            if param.requires_grad
+        ]
+        try:
+            yield reached
         finally:
             for hook in hooks:
                 hook.remove()
-            ran_forward = type(ddp.require_forward_param_sync) is bool
-            ddp.require_forward_param_sync = bool(ddp.require_forward_param_sync)
-        missed = [name for name, param in params.items() if id(param) not in reached]
-        waiting = self.held_back()
-        if not waiting:
-            return
-        if not reached or not (ran_forward or prepared_before):
+
+    def _check_reduced(self, reached: set[int], prepared: bool) -> None:
+        """Makes sure that DDP reduced what waits, for which its forward and each parameter have to take part."""
+        ddp, waiting = self._ddp, self.held_back()
+        if waiting and not (reached and prepared):
             raise HeldBackGradientError(
                 f"DDP did not reduce the gradients of {', '.join(waiting)}: its forward and backward did not both run "
                 "inside the block of the boundary. Run them there, or give the window up with GradSync.discard()."
             )
-        if missed and not (ddp.find_unused_parameters or ddp.static_graph):
+        missed = [name for name, p in self._params().items() if p.requires_grad and id(p) not in reached]
+        if waiting and missed and not (ddp.find_unused_parameters or ddp.static_graph):
             raise HeldBackGradientError(
                 f"DDP did not reduce this window: its boundary did not use {', '.join(missed)}, and DDP waits for "
                 "every parameter. Set find_unused_parameters=True, or use the parameters at the boundary."
@@ -119,6 +124,11 @@ class DDPBackend:
         if (failed and self._syncs) or (ddp.find_unused_parameters and not ddp.static_graph):
             _make_reducer_anew(ddp)
 
+    def remarks(self) -> tuple[str, ...]:
+        if not self._forward_was_outside:
+            return ()
+        return ("a forward ran outside the block, where DDP decides that its backward synchronises: run it inside.",)
+
     def plan(self) -> Plan:
         ddp = self._ddp
         world = ddp.process_group.size()
@@ -130,9 +140,15 @@ class DDPBackend:
             where=f"{world} ranks",
             each_micro_step=() if waits else reduce,
             waits=reduce if waits else (),
-            no_effect="" if waits else f"fsdp_accum_mode={self._settings.mode.value!r} saves nothing here",
+            no_effect="" if waits else self._why_nothing_waits(),
             notes=notes,
         )
+
+    def _why_nothing_waits(self) -> str:
+        mode = self._settings.mode
+        if mode is AccumMode.NONE:
+            return "fsdp_accum_mode='none' lets every micro-step synchronise"
+        return f"fsdp_accum_mode={mode.value!r} saves nothing on one rank: there is nothing to synchronise"
 
 
 def _can_wait(ddp: DistributedDataParallel) -> bool:

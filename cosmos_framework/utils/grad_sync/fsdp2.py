@@ -11,7 +11,7 @@ the group's post-backward, the one place through which each of its reductions go
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import nn
 
 from .accum_mode import AccumMode
 from .backend import HeldBackGradientError, Plan, Settings
-from .fsdp2_state import ParamGroup, finish_backward, post_backward_replaced, reset_after_failure
+from .fsdp2_state import ParamGroup, finish_backward, kept_gathered, post_backward_replaced, reset_after_failure
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -31,6 +31,7 @@ class FSDP2Backend:
         self._all_groups = groups
         self._settings = settings
         self._name_of = name_of
+        self._forward_was_outside = False
         always = not settings.reshard or settings.reduce_unused_params
         self._groups = [
             group
@@ -49,14 +50,14 @@ class FSDP2Backend:
     @contextmanager
     def micro_step(self, boundary: bool) -> Iterator[None]:
         rule = self._at_boundary if boundary else self._before_boundary
-        with ExitStack() as gathered, post_backward_replaced(self._groups, rule):
-            if not self._settings.reshard:
-                for group in self._groups:
-                    gathered.enter_context(group.gathered())
+        gathered = nullcontext() if self._settings.reshard else kept_gathered(self._groups)
+        with post_backward_replaced(self._groups, rule), gathered:
             yield
 
     def _before_boundary(self, group: ParamGroup) -> None:
         waits, reshard = self._waits(group), self._settings.reshard
+        if not reshard and group.ran_before_block():
+            self._forward_was_outside = True
         if waits is AccumMode.GRAD_SYNC:
             self._hold(group)
             group.post_backward(reshard=reshard)  # sees no gradient
@@ -184,6 +185,11 @@ class FSDP2Backend:
         for group in self._all_groups:
             group.clear_grads()
             group.reshard()
+
+    def remarks(self) -> tuple[str, ...]:
+        if not self._forward_was_outside:
+            return ()
+        return ("a forward ran outside the block, where FSDP2 frees the parameters after it: run it inside.",)
 
     def plan(self) -> Plan:
         waits = [(group, self._waits(group)) for group in self._all_groups]

@@ -33,6 +33,7 @@ GROUP_NEEDS = (
     "is_sharded_post_forward",
     "reshard",
     "finalize_backward",
+    "_post_forward_indices",
 )
 PARAM_NEEDS = ("sharded_param", "unsharded_accumulated_grad", "_module_info", "_orig_size", "padded_sharded_param_size")
 STATE_NEEDS = ("_state_ctx", "_comm_ctx", "_is_root", "_modules", "_root_post_backward_final_callback")
@@ -83,9 +84,19 @@ class Window:
 
     def __init__(self) -> None:
         self._held: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Any, list[ParamGroup]] = weakref.WeakKeyDictionary()
 
-    def held_of(self, group: Any) -> Held:
-        return self._held.setdefault(group, Held())
+    def groups_of(self, state: Any) -> list[ParamGroup]:
+        """Returns the parameter groups of what one `fully_shard` call made, each time the same objects."""
+        if state not in self._groups:
+            _require(state, STATE_NEEDS)
+            self._groups[state] = [
+                ParamGroup(state, group, self._held.setdefault(group, Held())) for group in _groups_of(state)
+            ]
+        return self._groups[state]
+
+    def __len__(self) -> int:
+        return len(self._groups)
 
 
 class ParamGroup:
@@ -95,6 +106,14 @@ class ParamGroup:
         self._state: weakref.ref[Any] = weakref.ref(state)
         self._group = weakref.ref(group)
         self.held = held
+        self._forwards_before = 0
+        self.mesh: dist.DeviceMesh = group.mesh_info.mesh
+        self.shard_size: int = getattr(group.mesh_info, "shard_mesh_size", 1)
+        self.replicate_size: int = getattr(group.mesh_info, "replicate_mesh_size", 1)
+
+    @property
+    def state(self) -> Any:
+        return self._state()
 
     @property
     def group(self) -> Any:
@@ -108,18 +127,6 @@ class ParamGroup:
         return self.group.fsdp_params
 
     # What the group is
-
-    @property
-    def shard_size(self) -> int:
-        return getattr(self.group.mesh_info, "shard_mesh_size", 1)
-
-    @property
-    def replicate_size(self) -> int:
-        return getattr(self.group.mesh_info, "replicate_mesh_size", 1)
-
-    @property
-    def mesh(self) -> dist.DeviceMesh:
-        return self.group.mesh_info.mesh
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -243,6 +250,15 @@ class ParamGroup:
         finally:
             group.all_reduce_grads, group.reshard_after_backward, group._partial_reduce_output = flags
 
+    def count_forwards(self) -> None:
+        """Remembers the forwards that wait for their backward, at the start of a block."""
+        self._forwards_before = len(self.group._post_forward_indices)
+
+    def ran_before_block(self) -> bool:
+        """Whether the block's first backward is that of a forward before the block; asked when that backward ends."""
+        before, self._forwards_before = self._forwards_before, 0
+        return len(self.group._post_forward_indices) < before
+
     def reshard(self) -> None:
         """Frees gathered parameters, unless the user wants to keep them."""
         if self.group.reshard_after_backward and self.group.is_unsharded:
@@ -251,42 +267,45 @@ class ParamGroup:
     @property
     def root(self) -> Any:
         """The state under whose forward this group runs; None before the first forward."""
-        state: Any = self._state()
-        return next((each for each in state._state_ctx.all_states if each._is_root), None)
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Keeps the parameters gathered after a forward."""
-        group, state = self.group, cast(Any, self._state())
-        self.held.gathered = True
-        if group.is_sharded_post_forward:  # gathers with the policy that goes away here
-            group.reshard()
-        before, was_lazy = group.post_forward_mesh_info, state._is_root is None
-        group.post_forward_mesh_info = None
-        try:
-            yield
-        finally:
-            # torch itself decides for None when the first forward finds out which state is the root.
-            became_root = was_lazy and state._is_root and state._auto_reshard_after_forward
-            group.post_forward_mesh_info = None if became_root else before
+        return next((each for each in self.state._state_ctx.all_states if each._is_root), None)
 
 
 @contextmanager
-def post_backward_replaced(groups: Iterable[ParamGroup], rule: Callable[[ParamGroup], None]) -> Iterator[None]:
-    """Runs `rule(group)` inside the block wherever torch would reduce a group; the innermost block's rule holds."""
+def kept_gathered(groups: Iterable[ParamGroup]) -> Iterator[None]:
+    """Keeps the parameters gathered after a forward."""
     before = []
-    for group in groups:
-        attributes = vars(group.group)
-        before.append((attributes, attributes.get("post_backward")))
-        attributes["post_backward"] = _Replacement(rule, group)
+    try:
+        for each in groups:
+            group, state = each.group, each.state
+            each.held.gathered = True
+            if group.is_sharded_post_forward:  # gathers with the policy that goes away here
+                group.reshard()
+            each.count_forwards()
+            before.append((group, state, group.post_forward_mesh_info, state._is_root is None))
+            group.post_forward_mesh_info = None
+        yield
+    finally:
+        for group, state, mesh_info, was_lazy in before:
+            # torch itself decides for None when the first forward finds out which state is the root.
+            became_root = was_lazy and state._is_root and state._auto_reshard_after_forward
+            group.post_forward_mesh_info = None if became_root else mesh_info
+
+
+@contextmanager
+def post_backward_replaced(groups: list[ParamGroup], rule: Callable[[ParamGroup], None]) -> Iterator[None]:
+    """Runs `rule(group)` inside the block wherever torch would reduce a group; the innermost block's rule holds."""
+    attributes = [vars(group.group) for group in groups]
+    before = [each.get("post_backward") for each in attributes]
+    for each, group in zip(attributes, groups, strict=True):
+        each["post_backward"] = _Replacement(rule, group)
     try:
         yield
     finally:
-        for attributes, replaced in before:
+        for each, replaced in zip(attributes, before, strict=True):
             if replaced is None:
-                del attributes["post_backward"]
+                del each["post_backward"]
             else:
-                attributes["post_backward"] = replaced
+                each["post_backward"] = replaced
 
 
 class _Replacement:
@@ -311,8 +330,8 @@ def find_groups(modules: Iterable[nn.Module], window: Window) -> list[ParamGroup
     Raises:
         UnsupportedTorchError: torch's private state lacks something that this file needs.
     """
-    states = {id(state): state for module in modules if isinstance(module, FSDPModule) and (state := _state_of(module))}
-    return [ParamGroup(state, group, window.held_of(group)) for state in states.values() for group in _groups_of(state)]
+    states = dict.fromkeys(cast(Any, module)._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
+    return [group for state in states for group in window.groups_of(state)]
 
 
 def covered_params(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
@@ -360,12 +379,6 @@ def _reset_iter_state(root: Any) -> None:
 
 def _current(param: Any) -> nn.Parameter:
     return getattr(param, "_unsharded_param", param.sharded_param)
-
-
-def _state_of(module: FSDPModule) -> Any:
-    state = module._get_fsdp_state()
-    _require(state, STATE_NEEDS)
-    return state
 
 
 def _groups_of(state: Any) -> list[Any]:

@@ -69,8 +69,9 @@ class GradSync:
         self._backends: list[Backend] | None = None
         self._is_open = False
         self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._shape_seen: tuple[int, int] | None = None
+        self._seen: tuple[Settings, int, int, int] | None = None
         self._told: set[str] = set()
+        self._blocks_without_gradient: int | None = 0  # None: no need to count any more
 
     @property
     def settings(self) -> Settings:
@@ -82,7 +83,7 @@ class GradSync:
         if settings != self._settings:
             self._settings = settings
             if self._backends is not None:
-                self._backends = self._find_backends()
+                self._backends = self._find_backends(self._modules())
 
     def watches(self, models: Iterable[nn.Module]) -> bool:
         """Whether this is the GradSync of exactly these models."""
@@ -113,12 +114,14 @@ class GradSync:
                     block.callback(_open_blocks.pop)
                 yield
             self._is_open = not boundary
+            if backends and not boundary:
+                self._tell_misuse(backends)
             if boundary:
                 for backend in self._backends or backends:  # a block inside may have had other settings
                     backend.close_window()
                 self._backends = None
             elif backends and self._backends is None:  # a boundary inside this block has closed its window
-                self._backends = self._find_backends()
+                self._backends = self._find_backends(self._modules())
         except BaseException:
             self._give_up(failed=True)
             raise
@@ -130,11 +133,12 @@ class GradSync:
             if settings.mode is AccumMode.NONE and settings.reshard:
                 return []
             if boundary and not self._is_open:
-                self._tell("grad_accum_iter is 1: a window of one micro-step has nothing to wait for.")
+                self._tell("a window of one micro-step has nothing to wait for: grad_accum_iter above 1 would save.")
                 return []
         if self._backends is None:
-            self._backends = self._find_backends()
-            self._tell_plan(self._backends)
+            modules = self._modules()
+            self._backends = self._find_backends(modules)
+            self._tell_about_model(self._backends, modules)
         return self._backends
 
     def held_back(self) -> dict[str, int]:
@@ -164,16 +168,22 @@ class GradSync:
 
     def plan(self) -> list[Plan]:
         """Says, for each backend of the model, what runs each micro-step, what waits, and what has no effect."""
-        backends = self._find_backends() if self._backends is None else self._backends
+        backends = self._find_backends(self._modules()) if self._backends is None else self._backends
         return [backend.plan() for backend in backends]
 
     def _give_up(self, failed: bool) -> None:
-        for backend in self._find_backends() if self._backends is None else self._backends:
+        for backend in self._backends_to_clean():
             backend.discard(failed)
         for module in self._modules():
             for param in module.parameters(recurse=False):
                 param.grad = None
         self._backends, self._is_open = None, False
+
+    def _backends_to_clean(self) -> list[Backend]:
+        try:
+            return self._find_backends(self._modules()) if self._backends is None else self._backends
+        except fsdp2_state.UnsupportedTorchError:
+            return []  # nothing was held back then; the exception that brought us here matters more
 
     # The model
 
@@ -181,20 +191,19 @@ class GradSync:
         models = [model for ref in self._models if (model := ref()) is not None]
         return [module for model in models for module in model.modules()]
 
-    def _find_backends(self) -> list[Backend]:
-        modules = self._modules()
+    def _find_backends(self, modules: list[nn.Module]) -> list[Backend]:
         found: list[Backend] = []
         below_no_sync: set[nn.Module] = set()
         for module in modules:
+            if not hasattr(type(module), "no_sync"):
+                continue
             if isinstance(module, DistributedDataParallel):
                 found.append(ddp.DDPBackend(module, self._settings, self._name_of))
-            elif callable(getattr(module, "no_sync", None)) and module not in below_no_sync:
+            elif module not in below_no_sync:
                 found.append(NoSyncBackend(module, self._settings, self._name_of))
                 below_no_sync.update(module.modules())
         if groups := fsdp2_state.find_groups(modules, self._window):
             found.append(FSDP2Backend(groups, self._settings, self._name_of))
-        if found:
-            self._tell_uncovered(modules)
         return found
 
     def _name_of(self, module: nn.Module, param_name: str) -> str:
@@ -204,17 +213,38 @@ class GradSync:
 
     # Telling people
 
-    def _tell_plan(self, backends: list[Backend]) -> None:
+    def _tell_about_model(self, backends: list[Backend], modules: list[nn.Module]) -> None:
+        """Says what happens to the model, at its first window and whenever it has changed since."""
+        params = sum(len(module._parameters) for module in modules)
+        seen = self._settings, len(modules), params, len(self._window)
+        if seen == self._seen:
+            return
+        self._seen = seen
         for plan in [backend.plan() for backend in backends]:
-            self._tell(str(plan), logging.WARNING if plan.no_effect else logging.INFO)
+            is_vain = plan.no_effect and self._settings.mode is not AccumMode.NONE
+            self._tell(str(plan), logging.WARNING if is_vain else logging.INFO)
             for note in plan.notes:
                 self._tell(note, logging.WARNING)
+        if backends:
+            self._tell_uncovered(modules)
+
+    def _tell_misuse(self, backends: list[Backend]) -> None:
+        """Warns of a forward or backward outside of the blocks, which then synchronises in every micro-step."""
+        for remark in [remark for backend in backends for remark in backend.remarks()]:
+            self._tell(remark, logging.WARNING)
+        if self._blocks_without_gradient is None or not any(backend.plan().waits for backend in backends):
+            return
+        # The very first backward of a static graph leaves nothing behind, for it synchronises.
+        self._blocks_without_gradient = None if self.held_back() else self._blocks_without_gradient + 1
+        if self._blocks_without_gradient == 2:
+            self._tell(
+                "no gradient arrived in two blocks that should hold some back: run loss.backward() inside the block, "
+                "or every micro-step synchronises.",
+                logging.WARNING,
+            )
+            self._blocks_without_gradient = None
 
     def _tell_uncovered(self, modules: list[nn.Module]) -> None:
-        shape = len(modules), sum(len(module._parameters) for module in modules)
-        if shape == self._shape_seen:
-            return
-        self._shape_seen = shape
         covered = fsdp2_state.covered_params(modules)
         in_ddp = {
             i for module in modules if isinstance(module, DistributedDataParallel) for i in ddp.covered_params(module)

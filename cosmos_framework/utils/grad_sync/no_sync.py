@@ -54,6 +54,9 @@ class NoSyncBackend:
         self._is_waiting = False
         self._module.zero_grad(set_to_none=True)
 
+    def remarks(self) -> tuple[str, ...]:
+        return ()
+
     def plan(self) -> Plan:
         waits = self._settings.mode is not AccumMode.NONE
         sync = ("gradient synchronisation",)
