@@ -15,6 +15,8 @@ from pathlib import Path
 from cosmos_framework.data.lerobot import write_dataset
 from cosmos_framework.sim.metaworld import DOMAINS, FPS, record_expert
 
+ARGUMENTS_FILE = "collect_demos.json"
+
 
 def main() -> None:
     """Records what the command line asks for, unless it is there already."""
@@ -22,7 +24,7 @@ def main() -> None:
     domains = {name: [task for task in tasks if task in args.tasks] for name, tasks in DOMAINS.items()}
     domains = {name: tasks for name, tasks in domains.items() if tasks}
     wanted = {"domains": domains, "episodes": args.episodes, "held_out": args.held_out, "seed": args.seed}
-    recorded_as = args.root / "meta/collect_demos.json"
+    recorded_as = args.root / "meta" / ARGUMENTS_FILE
     if args.root.exists():
         if recorded_as.is_file() and json.loads(recorded_as.read_text()) == wanted:
             print(f"{args.root} is there already")
@@ -40,8 +42,8 @@ def main() -> None:
         domains=domains,
         validation_episodes=len(held_out),
         robot_type="metaworld sawyer",
+        more_meta={ARGUMENTS_FILE: wanted},
     )
-    recorded_as.write_text(json.dumps(wanted, indent=2) + "\n")
     print(f"{args.root}: {len(training)} episodes to train on, {len(held_out)} held out, {len(args.tasks)} tasks")
 
 

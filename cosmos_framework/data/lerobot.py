@@ -150,6 +150,7 @@ def write_dataset(
     domains: dict[str, list[str]] | None = None,
     validation_episodes: int = 0,
     robot_type: str = "unknown",
+    more_meta: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """Writes a data set, completely or not at all: it is built beside `root` and then renamed.
 
@@ -160,6 +161,7 @@ def write_dataset(
         domains: which tasks belong together; None writes no `domains.json`.
         validation_episodes: number of held-out episodes.
         robot_type: for `info.json`.
+        more_meta: further JSON files of `meta/`, by name.
 
     Raises:
         FileExistsError: `root` exists.
@@ -188,6 +190,8 @@ def write_dataset(
     )
     if domains is not None:
         _write_json(partial / "meta/domains.json", domains)
+    for name, content in (more_meta or {}).items():
+        _write_json(partial / "meta" / name, content)
     partial.rename(root)
 
 

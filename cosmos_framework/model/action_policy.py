@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from cosmos_framework.data.action_chunks import ActionChunkDatasetConfig
 from cosmos_framework.model._base import ImaginaireModel
-from cosmos_framework.utils.config import ModelConfig, within
+from cosmos_framework.utils.config import ModelConfig, values, within
 
 SMALLEST_STD = 1e-3
 VALIDATION_SEED = 0
@@ -33,15 +33,15 @@ class ActionPolicyConfig(ModelConfig):
     """The policy's size.
 
     Attributes:
-        width: Size of a token; a multiple of `heads`.
         depth: Number of transformer blocks.
         heads: Attention heads of a block.
+        head_width: Numbers of a token that each head attends with; a token has `heads` times as many.
     """
 
     _target_: str = "cosmos_framework.model.action_policy.build_action_policy"
-    width: int = within(8, default=96)
     depth: int = within(1, default=3)
     heads: int = within(1, default=4)
+    head_width: int = field(default=24, metadata=values("an even number above 0", lambda n: n > 0 and n % 2 == 0))
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ class ActionPolicyNet(nn.Module):
         config: ActionPolicyConfig,
     ) -> None:
         super().__init__()
-        width = config.width
+        width = config.heads * config.head_width
         self.state_in = nn.ModuleList(nn.Linear(state_size, width) for _ in range(domains))
         self.action_in = nn.ModuleList(nn.Linear(action_size, width) for _ in range(domains))
         self.action_out = nn.ModuleList(nn.Linear(width, action_size) for _ in range(domains))
@@ -101,7 +101,7 @@ class ActionPolicyNet(nn.Module):
         Args:
             state: normalised, (B, H, S).
             noisy_action: normalised, (B, T, A).
-            time: of the flow, from 0 (noise) to 1 (action), (B,).
+            time: features of the time of the flow, see `time_features`, (B, D).
             task_index: (B,).
             domain: of the whole micro-batch.
 
@@ -110,7 +110,7 @@ class ActionPolicyNet(nn.Module):
         """
         states = self.state_in[domain](state)  # (B, H, D)
         task = self.task(task_index)[:, None]  # (B, 1, D)
-        actions = self.action_in[domain](noisy_action) + self.time(_fourier(time, task.shape[-1]))[:, None]  # (B, T, D)
+        actions = self.action_in[domain](noisy_action) + self.time(time)[:, None]  # (B, T, D)
         tokens = torch.cat([states, task, actions], dim=1) + self.place
         for block in self.blocks:
             tokens = block(tokens)
@@ -168,7 +168,9 @@ class ActionPolicyModel(ImaginaireModel):
         noise = torch.randn(action.shape, generator=generator, device=action.device)
         time = torch.rand(len(action), generator=generator, device=action.device)  # (B,)
         noisy = torch.lerp(noise, action, time[:, None, None])
-        velocity = self.net(self._normalised_state(data), noisy, time, data["task_index"], data["domain"]).float()
+        velocity = self.net(
+            self._normalised_state(data), noisy, self._features(time), data["task_index"], data["domain"]
+        ).float()
         error = (velocity - (action - noise)).square().mean(-1)  # (B, T)
         is_real = ~data["action_is_pad"]
         return {"velocity": velocity}, (error * is_real).sum() / is_real.sum()
@@ -189,8 +191,15 @@ class ActionPolicyModel(ImaginaireModel):
         action = torch.randn(len(state), chunk, len(self.action_mean), device=state.device)
         for step in range(steps):
             time = torch.full((len(state),), step / steps, device=state.device)
-            action = action + self.net(state, action, time, data["task_index"], data["domain"]).float() / steps
+            action = (
+                action
+                + self.net(state, action, self._features(time), data["task_index"], data["domain"]).float() / steps
+            )
         return action * self.action_std + self.action_mean
+
+    def _features(self, time: Tensor) -> Tensor:
+        # Not inside the network, whose inputs FSDP2 may cast to 16 bit: too coarse for the fast sines.
+        return time_features(time, self.net.place.shape[-1])
 
     def _normalised_state(self, data: dict[str, Any]) -> Tensor:
         return (data["observation.state"] - self.state_mean) / self.state_std
@@ -205,13 +214,9 @@ def build_action_policy(config: ActionPolicyConfig, dataset: ActionChunkDatasetC
 
     Raises:
         DatasetError: the data set cannot be used.
-        ConfigError: the width is no multiple of the heads.
     """
     from cosmos_framework.data.lerobot import read_dataset
-    from cosmos_framework.utils.config import ConfigError
 
-    if config.width % (2 * config.heads):
-        raise ConfigError(f"model.width={config.width} must be a multiple of 2 * model.heads={config.heads}.")
     data = read_dataset(dataset.root)
     net = ActionPolicyNet(
         state_size=data.state.shape[1],
@@ -225,8 +230,8 @@ def build_action_policy(config: ActionPolicyConfig, dataset: ActionChunkDatasetC
     return ActionPolicyModel(net, data.stats)
 
 
-def _fourier(time: Tensor, width: int) -> Tensor:
-    """Sine and cosine features of times from 0 to 1, (B,) to (B, width)."""
-    rates = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=time.device)).to(time.dtype)
+def time_features(time: Tensor, width: int) -> Tensor:
+    """Returns sines and cosines of times of the flow, which is noise at 0 and the action at 1; (B,) to (B, width)."""
+    rates = torch.exp(torch.linspace(0, math.log(1000), width // 2, device=time.device))
     angles = time[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
