@@ -18,6 +18,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -42,9 +43,9 @@ def main() -> None:
     print("modules  mode        reshard  walk (ms)  block (ms)  ratio")
     for count in args.modules:
         model = sharded_model(count, mesh, args.bare)
-        walk_s = median_s(lambda model=model: sum(1 for _ in model.modules()), WINDOW * args.repeats)
+        walk_s = median_s(partial(walk, model), WINDOW * args.repeats)
         for mode, reshard in itertools.product(AccumMode, [True, False]):
-            block_s = median_s(lambda model=model, m=mode, r=reshard: run_window(model, m, r), args.repeats) / WINDOW
+            block_s = median_s(partial(run_window, model, mode, reshard), args.repeats) / WINDOW
             numbers = f"{walk_s * 1e3:9.3f}  {block_s * 1e3:10.3f}  {block_s / walk_s:5.2f}"
             print(f"{count:7d}  {mode.value:10s}  {reshard!s:7s}  {numbers}")
     dist.destroy_process_group()
@@ -56,6 +57,11 @@ def sharded_model(count: int, mesh: DeviceMesh, bare: bool) -> nn.Module:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return model
+
+
+def walk(model: nn.Module) -> None:
+    for _ in model.modules():
+        pass
 
 
 def run_window(model: nn.Module, mode: AccumMode, reshard: bool) -> None:

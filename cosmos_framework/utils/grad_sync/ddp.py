@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -43,7 +44,7 @@ class DDPBackend:
 
     @contextmanager
     def micro_step(self, boundary: bool) -> Iterator[None]:
-        ddp = self._ddp
+        ddp: Any = self._ddp
         synced_before = ddp.require_backward_grad_sync
         self._syncs = boundary or self._settings.mode is AccumMode.NONE or not _can_wait(ddp)
         ddp.require_backward_grad_sync = synced_before and self._syncs
@@ -156,7 +157,7 @@ def _can_wait(ddp: DistributedDataParallel) -> bool:
     return not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued
 
 
-def _make_reducer_anew(ddp: DistributedDataParallel) -> None:
+def _make_reducer_anew(ddp: Any) -> None:
     """Replaces the reducer as unpickling does (source: DistributedDataParallel.__setstate__), with its comm hooks.
 
     New buckets are safe from the all-reduces that the old one may still have under way. torch does not tell about the

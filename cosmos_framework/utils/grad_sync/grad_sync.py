@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -215,7 +216,7 @@ class GradSync:
 
     def _tell_about_model(self, backends: list[Backend], modules: list[nn.Module]) -> None:
         """Says what happens to the model, at its first window and whenever it has changed since."""
-        params = sum(len(module._parameters) for module in modules)
+        params = sum(map(len, map(operator.attrgetter("_parameters"), modules)))
         seen = self._settings, len(modules), params, len(self._window)
         if seen == self._seen:
             return

@@ -36,7 +36,7 @@ def wrap(kind: type[DistributedDataParallel] = DistributedDataParallel, **option
     return kind(build(), **options)
 
 
-def run(ddp: nn.Module, sync: GradSync, windows: list[list[str]]) -> list[dict[str, Tensor | None]]:
+def run(ddp: Any, sync: GradSync, windows: list[list[str]]) -> list[dict[str, Tensor | None]]:
     """Each window's gradients, of the micro-steps that `reference` runs."""
     seen, index = [], 0
     for window in windows:
@@ -123,7 +123,7 @@ def test_find_unused_parameters_is_exact(rank_pool: Any) -> None:
 
 def counting_hook(calls, bucket):  # type: ignore[no-untyped-def]  # torch wants annotations that are no strings
     calls.append(bucket.index())
-    return allreduce_hook(None, bucket)
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the world
 
 
 class TwoInputs(nn.Module):
@@ -159,6 +159,7 @@ def ways_of_use() -> None:
         names = {name.split(".")[0] for name in sync.held_back()}
         # The critic's first backward has synchronised, to record the graph.
         assert names == [{"student"}, {"student", "critic"}, set()][index]
+    part: Any
     for part in (both.student, both.critic):
         assert worst_error(gradients(part.module), expected_of([["abh"] * 3])[0]) < CLOSE
 
@@ -200,7 +201,8 @@ def test_parameter_unused_at_the_boundary_is_refused(rank_pool: Any) -> None:
 
 
 def misplaced_forward_and_backward() -> None:
-    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+    each: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+    for options in each:
         ddp = wrap(**options)
         sync = GradSync(ddp)
         run(ddp, sync, ALL_USED)

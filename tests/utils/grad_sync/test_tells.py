@@ -100,10 +100,10 @@ def plans() -> None:
             assert bool(plan.no_effect) is not bool(waits)
             assert bool(plan.held_bytes) is bool(waits)
             assert all(name in str(plan) for name in plan.each_micro_step + plan.waits)
-    for mode, waits in {"all_reduce": True, "grad_sync": True, "none": False}.items():
+    for mode, defers in {"all_reduce": True, "grad_sync": True, "none": False}.items():
         ddp = DistributedDataParallel(build())
         (plan,) = GradSync(ddp, mode).plan()
-        assert (plan.backend, bool(plan.waits), bool(plan.no_effect)) == ("ddp", waits, not waits)
+        assert (plan.backend, bool(plan.waits), bool(plan.no_effect)) == ("ddp", defers, not defers)
         assert not plan.held_bytes
     assert not GradSync(build()).plan()
     both = nn.ModuleList([DistributedDataParallel(build()), shard(build(), Setup())])
@@ -168,7 +168,8 @@ def vain_modes() -> None:
 
 
 def one_rank() -> None:
-    for net in (DistributedDataParallel(build()), fully_shard(build())):
+    nets: list[Any] = [DistributedDataParallel(build()), fully_shard(build())]
+    for net in nets:
         for mode in ("all_reduce", "grad_sync"):
             (text,) = warnings_of(net, GradSync(net, mode))
             assert "on one rank" in text
@@ -224,6 +225,8 @@ def test_forward_or_backward_outside_the_block(rank_pool: Any) -> None:
 
 
 class Adapted(nn.Module):
+    lora: nn.Module
+
     def __init__(self) -> None:
         super().__init__()
         self.base, self.own = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
@@ -242,10 +245,11 @@ def uncovered() -> None:
         assert all(f"never synchronised: {names}." in text for text in found), found
 
     net = Adapted()
-    fully_shard(net, mesh=mesh_of("hsdp"), ignored_params={net.own.weight})
-    assert_named(warnings_of(net, GradSync(net)), "own.weight")
+    fully_shard(net, mesh=mesh_of("hsdp"), ignored_params=set(net.own.parameters()))
+    assert_named(warnings_of(net, GradSync(net)), "own.weight, own.bias")
 
-    for late in (fully_shard(Adapted(), mesh=mesh_of("hsdp")), DistributedDataParallel(Adapted())):
+    wrapped: list[Any] = [fully_shard(Adapted(), mesh=mesh_of("hsdp")), DistributedDataParallel(Adapted())]
+    for late in wrapped:
         sync = GradSync(late)
         assert not warnings_of(late, sync)
         getattr(late, "module", late).lora = nn.Linear(DIM, DIM)

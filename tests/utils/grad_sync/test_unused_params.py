@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cosmos_framework.utils.collectives import CollectiveCounter
 from cosmos_framework.utils.grad_sync import GradSync, HeldBackGradientError
@@ -67,8 +67,8 @@ def reference(windows: list[list[list[int]]] = WINDOWS) -> list[dict[str, Tensor
 def sharded(setup: Setup) -> tuple[nn.Module, GradSync]:
     net = build()
     for part in (net.trunk, net):
-        policy = {"mp_policy": MIXED} if setup.mixed else {}
-        fully_shard(part, mesh=mesh_of(setup.mesh), **policy)
+        policy = MIXED if setup.mixed else MixedPrecisionPolicy()
+        fully_shard(part, mesh=mesh_of(setup.mesh), mp_policy=policy)  # type: ignore[call-overload]
     return net, GradSync(net, setup.mode, setup.reshard, setup.reduce_unused)
 
 
@@ -153,7 +153,9 @@ def small_collectives(setups: list[Setup]) -> list[dict[str, tuple[int, int]]]:
 
 
 def test_agreeing_costs_one_small_all_reduce_a_window(rank_pool: Any) -> None:
-    setups = [Setup("hsdp", mode, reduce_unused=unused) for mode in ("all_reduce", "grad_sync") for unused in (0, 1)]
+    setups = [
+        Setup("hsdp", mode, reduce_unused=unused) for mode in ("all_reduce", "grad_sync") for unused in (False, True)
+    ]
     parameters = len(list(build().parameters()))
     for sizes in rank_pool.run(small_collectives, setups):
         for size in sizes:
