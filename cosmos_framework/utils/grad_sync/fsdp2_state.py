@@ -106,7 +106,7 @@ class ParamGroup:
         self._state: weakref.ref[Any] = weakref.ref(state)
         self._group = weakref.ref(group)
         self.held = held
-        self._forwards_before = 0
+        self.forwards_before = 0  # forwards that wait for their backward when a block begins
         self.mesh: dist.DeviceMesh = group.mesh_info.mesh
         self.shard_size: int = getattr(group.mesh_info, "shard_mesh_size", 1)
         self.replicate_size: int = getattr(group.mesh_info, "replicate_mesh_size", 1)
@@ -250,13 +250,9 @@ class ParamGroup:
         finally:
             group.all_reduce_grads, group.reshard_after_backward, group._partial_reduce_output = flags
 
-    def count_forwards(self) -> None:
-        """Remembers the forwards that wait for their backward, at the start of a block."""
-        self._forwards_before = len(self.group._post_forward_indices)
-
     def ran_before_block(self) -> bool:
         """Whether the block's first backward is that of a forward before the block; asked when that backward ends."""
-        before, self._forwards_before = self._forwards_before, 0
+        before, self.forwards_before = self.forwards_before, 0
         return len(self.group._post_forward_indices) < before
 
     def reshard(self) -> None:
@@ -280,7 +276,7 @@ def kept_gathered(groups: Iterable[ParamGroup]) -> Iterator[None]:
             each.held.gathered = True
             if group.is_sharded_post_forward:  # gathers with the policy that goes away here
                 group.reshard()
-            each.count_forwards()
+            each.forwards_before = len(group._post_forward_indices)
             before.append((group, state, group.post_forward_mesh_info, state._is_root is None))
             group.post_forward_mesh_info = None
         yield
