@@ -47,10 +47,15 @@ def errors_against_none(windows: list[list[str]], setups: list[Setup]) -> list[t
     return results
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize(
-    "mesh", ["hsdp", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp", "replicate"))]
-)
+# On the other meshes the patterns that torch's setters fail at; test_any_usage_equals_none draws from all.
+HARDEST = ("head unused at the boundary", "a then b", "head first used at the boundary", "windows of different length")
+CASES = [
+    *(pytest.param("hsdp", pattern) for pattern in PATTERNS),
+    *(pytest.param(mesh, pattern, marks=pytest.mark.slow) for mesh in ("fsdp", "replicate") for pattern in HARDEST),
+]
+
+
+@pytest.mark.parametrize("mesh, pattern", CASES)
 def test_every_mode_equals_none_and_float64(rank_pool: Any, mesh: str, pattern: str) -> None:
     windows = PATTERNS[pattern]
     setups = [Setup(mesh, mode, reshard, mixed) for mode, reshard, mixed in MODES]
@@ -80,7 +85,7 @@ SETUPS = st.builds(
 
 @pytest.mark.slow
 @given(windows=WINDOWS, setup=SETUPS)
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_any_usage_equals_none(rank_pool: Any, windows: list[list[str]], setup: Setup) -> None:
     for ((error, _),) in rank_pool.run(errors_against_none, windows, [setup]):
         assert error < (1e-2 if setup.mixed else 1e-5)
