@@ -14,58 +14,105 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from cosmos_framework.checkpoint.dcp import CheckpointError, load_model
-from cosmos_framework.data.lerobot import DatasetError, read_dataset
-from cosmos_framework.model.action_policy import ActionPolicyModel, build_action_policy
-from cosmos_framework.sim.metaworld import try_policy
+from cosmos_framework.data.lerobot import DatasetError, LeRobotDataset, read_dataset
+from cosmos_framework.model.action_policy import ActionPolicyConfig, ActionPolicyModel, build_action_policy
+from cosmos_framework.sim.metaworld import make_env, try_policy
 
-# Far from the seeds of demonstrations, so that every goal is new.
-FIRST_SEED = 1_000_000
+# Mixed into the seeds, so that no goal is one of the demonstrations'.
+EVALUATION = 1_000_000
 
 
 def main() -> None:
     """Evaluates what the command line asks for."""
     args = parse_args()
-    config_file = args.run / "config.yaml"
-    if not config_file.is_file():
-        sys.exit(f"{args.run} has no config.yaml; --run is the folder of a training run")
+    output = args.output or args.run / "evaluation.json"
     try:
-        dataset = read_dataset(dataset_root(args.run, args.dataset))
-    except DatasetError as error:
-        sys.exit(str(error))
-    trials = [
-        (args, domain, task_index, dataset.tasks[task_index])
-        for domain, members in enumerate(dataset.domains.values())
-        for task_index in members
-    ]
-    chunk = OmegaConf.load(config_file).dataset.chunk
-    if args.execute > chunk:
-        sys.exit(f"--execute {args.execute} is more than the {chunk} actions of a chunk that the policy gives")
-    try:
+        config = load_config(args.run, args.dataset)
+        dataset = read_dataset(config.dataset.root)
+        check(args.execute, output, config, dataset)
+        trials = [
+            (args, config, domain, task_index, dataset.tasks[task_index])
+            for domain, members in enumerate(dataset.domains.values())
+            for task_index in members
+        ]
         with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
             rates = dict(pool.map(success_rate, trials))
-    except CheckpointError as error:
+    except DatasetError as error:
+        sys.exit(f"{error} (--dataset names the folder of the data set, if it has moved)")
+    except (CheckpointError, EvaluationError) as error:
         sys.exit(str(error))
     report = {"success": rates, "mean": sum(rates.values()) / len(rates), "episodes": args.episodes, "seed": args.seed}
-    args.output = args.output or args.run / "evaluation.json"
-    args.output.write_text(json.dumps(report, indent=2) + "\n")
+    output.write_text(json.dumps(report, indent=2) + "\n")
     for task, rate in [*rates.items(), ("mean", report["mean"])]:
         print(f"{task:<28} {rate:6.0%}")
 
 
-def dataset_root(run: Path, given: Path | None) -> Path:
-    """Returns where the data set is: as given, or as the run had it."""
-    return given or Path(OmegaConf.load(run / "config.yaml").dataset.root)
+class EvaluationError(ValueError):
+    """What is asked for cannot be evaluated; the message says why."""
 
 
-def success_rate(trial: tuple[argparse.Namespace, int, int, str]) -> tuple[str, float]:
+def load_config(run: Path, dataset: Path | None) -> DictConfig:
+    """Reads how a run was configured.
+
+    Args:
+        run: its folder.
+        dataset: where its data set is now, if it has moved.
+
+    Raises:
+        EvaluationError: it is no run, or one of another model.
+    """
+    file = run / "config.yaml"
+    if not file.is_file():
+        raise EvaluationError(f"{run} has no config.yaml; --run is the folder of a training run")
+    config = OmegaConf.load(file)
+    assert isinstance(config, DictConfig)
+    if config.model._target_ != ActionPolicyConfig._target_:
+        raise EvaluationError(f"{run} trained {config.model._target_}; only {ActionPolicyConfig._target_} can be tried")
+    if dataset:
+        config.dataset.root = str(dataset)
+    return config
+
+
+def check(execute: int, output: Path, config: DictConfig, dataset: LeRobotDataset) -> None:
+    """Finds out before the first trial what would fail in or after it.
+
+    Args:
+        execute: actions of a chunk that are carried out.
+        output: file of the report.
+        config: of the run.
+        dataset: that it was trained on.
+
+    Raises:
+        EvaluationError: something would fail.
+    """
+    chunk = config.dataset.chunk
+    if execute > chunk:
+        raise EvaluationError(f"--execute {execute} is more than the {chunk} actions of a chunk that the policy gives")
+    if not output.parent.is_dir():
+        raise EvaluationError(f"--output {output}: there is no folder {output.parent}")
+    for task in dataset.tasks:
+        try:
+            env = make_env(task)
+        except ValueError as error:
+            raise EvaluationError(str(error)) from error
+        simulated = env.observation_space.shape[0], env.action_space.shape[0]
+        recorded = dataset.state.shape[1], dataset.action.shape[1]
+        if simulated != recorded:
+            raise EvaluationError(
+                f"{task} has states of {simulated[0]} numbers and actions of {simulated[1]}; "
+                f"{config.dataset.root} has {recorded[0]} and {recorded[1]}"
+            )
+
+
+def success_rate(trial: tuple[argparse.Namespace, DictConfig, int, int, str]) -> tuple[str, float]:
     """Runs one task's trials; returns the task and the share of them that succeeded."""
-    args, domain, task_index, task = trial
+    args, config, domain, task_index, task = trial
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    model, history = load_policy(args.run, args.dataset)
+    model = load_policy(args.run, config)
 
     def policy(states: np.ndarray) -> np.ndarray:
         batch = {
@@ -75,18 +122,16 @@ def success_rate(trial: tuple[argparse.Namespace, int, int, str]) -> tuple[str, 
         }
         return model.sample_actions(batch).numpy()
 
-    seeds = range(FIRST_SEED + args.seed, FIRST_SEED + args.seed + args.episodes)
-    succeeded = try_policy(policy, task, seeds, history, args.execute)
+    seeds = np.random.SeedSequence((EVALUATION, args.seed)).generate_state(args.episodes).tolist()
+    succeeded = try_policy(policy, task, seeds, config.dataset.history, args.execute)
     return task, sum(succeeded) / len(succeeded)
 
 
-def load_policy(run: Path, dataset: Path | None) -> tuple[ActionPolicyModel, int]:
-    """Builds the run's policy with the weights of its latest checkpoint; returns it and its history's length."""
-    config = OmegaConf.load(run / "config.yaml")
-    config.dataset.root = str(dataset_root(run, dataset))
+def load_policy(run: Path, config: DictConfig) -> ActionPolicyModel:
+    """Builds a run's policy with the weights of its latest checkpoint."""
     model = build_action_policy(config.model, config.dataset)
     load_model(model, run)
-    return model.eval(), config.dataset.history
+    return model.eval()
 
 
 def parse_args() -> argparse.Namespace:
