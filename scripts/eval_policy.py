@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from cosmos_framework.checkpoint.dcp import CheckpointError, load_model
+from cosmos_framework.checkpoint.dcp import CheckpointError, find_checkpoint, load_model
 from cosmos_framework.data.lerobot import DatasetError, LeRobotDataset, read_dataset
 from cosmos_framework.model.action_policy import ActionPolicyConfig, ActionPolicyModel, build_action_policy
 from cosmos_framework.sim.metaworld import make_env, try_policy
@@ -33,6 +33,7 @@ def main() -> None:
         config = load_config(args.run, args.dataset)
         dataset = read_dataset(config.dataset.root)
         check(args.execute, output, config, dataset)
+        find_checkpoint(args.run)
         trials = [
             (args, config, domain, task_index, dataset.tasks[task_index])
             for domain, members in enumerate(dataset.domains.values())

@@ -133,3 +133,17 @@ def test_a_data_set_that_cannot_be_used_leaves_nothing_behind(
     assert main([f"dataset.root={root}"]) == 2
     assert "has no" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["hsdp", "ddp"])
+def test_the_recipe_learns_in_bfloat16_as_in_float32(rank_pool: Any, tmp_path: Path, parallelism: str) -> None:
+    root = str(write_synthetic(tmp_path / "demos"))
+    full, half = (
+        rank_pool.run(
+            train_recipe, root, str(tmp_path), precision, f"parallelism={parallelism}", f"model.precision={precision}"
+        )[0]
+        for precision in ("float32", "bfloat16")
+    )
+    assert half != full
+    assert half == pytest.approx(full, rel=3e-2)
