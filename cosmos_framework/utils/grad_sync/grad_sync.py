@@ -233,7 +233,10 @@ class GradSync:
         """Warns of a forward or backward outside of the blocks, which then synchronises in every micro-step."""
         for remark in [remark for backend in backends for remark in backend.remarks()]:
             self._tell(remark, logging.WARNING)
-        if self._blocks_without_gradient is None or not any(backend.plan().waits for backend in backends):
+        if self._blocks_without_gradient is None:
+            return
+        if not any(backend.plan().waits for backend in backends):
+            self._blocks_without_gradient = None
             return
         # The very first backward of a static graph leaves nothing behind, for it synchronises.
         self._blocks_without_gradient = None if self.held_back() else self._blocks_without_gradient + 1
