@@ -156,6 +156,7 @@ def ddp_sync_grad(
     fsdp_accum_mode: str | AccumMode = AccumMode.ALL_REDUCE,
     fsdp_accum_reshard: bool = True,
     fsdp_reduce_unused_params: bool = False,
+    fsdp_accum_memory_gib: float = 0.0,
 ) -> AbstractContextManager[None]:
     """Runs one micro-step, forward and backward; gradients are synchronised if `enabled`.
 
@@ -163,15 +164,16 @@ def ddp_sync_grad(
         model: The model as it is trained: a DDP wrapper, a module with `fully_shard`ed modules anywhere below, several
             of both as a list, or a module that is not parallel at all.
         enabled: Whether this is the window's boundary.
-        fsdp_accum_mode: What waits for the boundary, "all_reduce", "grad_sync" or "none"; see `AccumMode`.
+        fsdp_accum_mode: What waits for the boundary, "all_reduce", "grad_sync", "none" or "auto"; see `AccumMode`.
         fsdp_accum_reshard: False keeps FSDP2's parameters gathered inside the window.
         fsdp_reduce_unused_params: The ranks may use different parameters of one FSDP2 group.
+        fsdp_accum_memory_gib: GiB that mode "auto" may hold per rank beyond mode "all_reduce".
 
     Returns:
         A context manager for the micro-step; see `GradSync.micro_step`, also for what it raises.
 
     Raises:
-        ValueError: `fsdp_accum_mode` is unknown.
+        ValueError: `fsdp_accum_mode` is unknown, or does not go together with the other settings.
         HeldBackGradientError: A window is open in which the first model was accompanied by others.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -182,7 +184,12 @@ def ddp_sync_grad(
         sync = GradSync(models)
         # Hooks get the model without its DDP wrapper, and ask for its GradSync all the same.
         _syncs.update({each: sync for model in models for each in (model, getattr(model, "module", model))})
-    sync.settings = Settings(AccumMode.parse(fsdp_accum_mode), fsdp_accum_reshard, fsdp_reduce_unused_params)
+    sync.settings = Settings(
+        AccumMode.parse(fsdp_accum_mode),
+        fsdp_accum_reshard,
+        fsdp_reduce_unused_params,
+        fsdp_accum_memory_gib * 2**30,
+    )
     return sync.micro_step(enabled)
 
 

@@ -16,13 +16,16 @@ class AccumMode(str, Enum):
         GRAD_SYNC: reduce-scatter and all-reduce both wait. Costs one whole, unsharded gradient per rank in the
             reduce dtype, which can exceed the memory of a large model. Saves something on every mesh.
         NONE: every micro-step synchronises. Costs and saves nothing.
+        AUTO: all_reduce, and within a memory budget what else saves the most time per byte held: the reduce-scatter of
+            some modules waits, the parameters of some stay gathered inside a window.
 
-    DDP has one collective, an all-reduce of what is in `grad` anyway: it waits in the first two, at no memory.
+    DDP has one collective, an all-reduce of what is in `grad` anyway: it waits in all of them but NONE, at no memory.
     """
 
     ALL_REDUCE = "all_reduce"
     GRAD_SYNC = "grad_sync"
     NONE = "none"
+    AUTO = "auto"
 
     @classmethod
     def parse(cls, value: str | AccumMode) -> AccumMode:

@@ -17,11 +17,33 @@ class HeldBackGradientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a window is asked to do; see `GradSync`."""
+    """What a window is asked to do; see `GradSync`.
+
+    Raises:
+        ValueError: the memory budget and the mode do not go together, or the budget is none.
+    """
 
     mode: AccumMode = AccumMode.ALL_REDUCE
     reshard: bool = True
     reduce_unused_params: bool = False
+    memory_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.memory_bytes >= 0:
+            raise ValueError(
+                f"fsdp_accum_memory_gib={self.memory_bytes / 2**30:g} is no budget: give GiB per rank, 0 or more "
+                "(inf: as much as it takes)"
+            )
+        if self.memory_bytes and self.mode is not AccumMode.AUTO:
+            raise ValueError(
+                f"fsdp_accum_memory_gib={self.memory_bytes / 2**30:g} has no effect with "
+                f"fsdp_accum_mode={self.mode.value!r}: set fsdp_accum_mode='auto', or leave the budget at 0"
+            )
+        if self.mode is AccumMode.AUTO and not self.reshard:
+            raise ValueError(
+                "fsdp_accum_reshard=False has no effect with fsdp_accum_mode='auto', which decides for each module: "
+                "leave it at True, or set fsdp_accum_mode='grad_sync'"
+            )
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,7 @@ class Plan:
         no_effect: why the mode saves nothing here and what would; empty if it does save something.
         held_bytes: bytes of gradient that each rank holds from the first micro-step to the boundary, beyond what mode
             "none" holds.
+        gathered_bytes: bytes of parameters that each rank keeps gathered from the first micro-step to the boundary.
         notes: what else whoever runs this should know, each a sentence with its remedy.
     """
 
@@ -47,6 +70,7 @@ class Plan:
     gathered_once: bool = False
     no_effect: str = ""
     held_bytes: int = 0
+    gathered_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -55,7 +79,7 @@ class Plan:
         if self.waits:
             line += f"; once a window {' and '.join(self.waits)}, holding {self.held_bytes / 2**20:.1f} MiB per rank"
         if self.gathered_once:
-            line += "; parameters stay gathered inside a window"
+            line += f"; parameters stay gathered inside a window, {self.gathered_bytes / 2**20:.1f} MiB per rank"
         return line + (f"; {self.no_effect}" if self.no_effect else "")
 
 
@@ -89,6 +113,6 @@ class Backend(Protocol):
         """Says what was amiss in the blocks so far, each a sentence with its remedy."""
         ...
 
-    def plan(self) -> Plan:
-        """Says what runs in each micro-step, what waits, and what has no effect and why."""
+    def plans(self) -> list[Plan]:
+        """Says what runs in each micro-step, what waits, and what has no effect and why, for each part apart."""
         ...

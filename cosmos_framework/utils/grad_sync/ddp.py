@@ -130,20 +130,22 @@ class DDPBackend:
             return ()
         return ("a forward ran outside the block, where DDP decides that its backward synchronises: run it inside.",)
 
-    def plan(self) -> Plan:
+    def plans(self) -> list[Plan]:
         ddp = self._ddp
         world = ddp.process_group.size()
         reduce = (f"all_reduce over {world} ranks",)
         waits = self._settings.mode is not AccumMode.NONE and world > 1
         notes = ("static_graph=True synchronises the very first backward.",) if waits and ddp.static_graph else ()
-        return Plan(
-            backend="ddp",
-            where=f"{world} ranks",
-            each_micro_step=() if waits else reduce,
-            waits=reduce if waits else (),
-            no_effect="" if waits else self._why_nothing_waits(),
-            notes=notes,
-        )
+        return [
+            Plan(
+                backend="ddp",
+                where=f"{world} ranks",
+                each_micro_step=() if waits else reduce,
+                waits=reduce if waits else (),
+                no_effect="" if waits else self._why_nothing_waits(),
+                notes=notes,
+            )
+        ]
 
     def _why_nothing_waits(self) -> str:
         mode = self._settings.mode

@@ -10,8 +10,8 @@ the group's post-backward, the one place through which each of its reductions go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from torch import nn
 
 from .accum_mode import AccumMode
 from .backend import HeldBackGradientError, Plan, Settings
-from .fsdp2_state import ParamGroup, finish_backward, kept_gathered, post_backward_replaced, reset_after_failure
+from .choice import Choice, choose, sharded_grad_bytes, whole_grad_bytes
+from .fsdp2_state import Held, ParamGroup, Window, finish_backward, intercepted, reset_after_failure
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -27,55 +28,63 @@ NARROW = (torch.float16, torch.bfloat16)
 class FSDP2Backend:
     """All parameter groups of the `fully_shard`ed modules of a model, whatever their meshes."""
 
-    def __init__(self, groups: list[ParamGroup], settings: Settings, name_of: Callable[[nn.Module, str], str]) -> None:
-        self._all_groups = groups
+    def __init__(
+        self, groups: list[ParamGroup], window: Window, settings: Settings, name_of: Callable[[nn.Module, str], str]
+    ) -> None:
+        self._groups = groups
+        self._window = window
+        self._held = window.held
         self._settings = settings
         self._name_of = name_of
+        self._choices = choose(groups, settings)
+        self._usages = [_Usage(mesh, on_mesh) for mesh, on_mesh in _by_mesh(groups).items()]
+        self._taking_part: set[ParamGroup] = set()
+        self._is_open = False
         self._forward_was_outside = False
-        always = not settings.reshard or settings.reduce_unused_params
-        self._groups = [
-            group
-            for group in groups
-            if group.user_lets_reduce and (always or self._waits(group) or group.held.is_waiting or group.is_replaced)
-        ]
-
-    def _waits(self, group: ParamGroup) -> AccumMode | None:
-        """Returns what of a group's reduction waits for the boundary, None if nothing."""
-        if self._settings.mode is AccumMode.GRAD_SYNC and group.shard_size * group.replicate_size > 1:
-            return AccumMode.GRAD_SYNC
-        if self._settings.mode is AccumMode.ALL_REDUCE and group.replicate_size > 1:
-            return AccumMode.ALL_REDUCE
-        return None
 
     @contextmanager
     def micro_step(self, boundary: bool) -> Iterator[None]:
-        rule = self._at_boundary if boundary else self._before_boundary
-        gathered = nullcontext() if self._settings.reshard else kept_gathered(self._groups)
-        with post_backward_replaced(self._groups, rule), gathered:
+        if not self._is_open:
+            self._taking_part = {group for group in self._groups if self._takes_part(group)}
+            self._is_open = True
+        reduce = self._at_boundary if boundary else self._before_boundary
+        with intercepted(self._window, self._taking_part, reduce, self._keeps_gathered):
             yield
 
+    def _takes_part(self, group: ParamGroup) -> bool:
+        """Whether this window has to do with a group; if its user has switched a collective off it is torch's alone."""
+        choice = self._choices[group]
+        has_cause = choice.waits or choice.keeps_gathered or self._settings.reduce_unused_params or self._waits(group)
+        return bool(has_cause) and group.user_lets_reduce
+
+    def _waits(self, group: ParamGroup) -> bool:
+        return group in self._held and self._held[group].is_waiting
+
+    def _keeps_gathered(self, group: ParamGroup) -> bool:
+        return self._choices[group].keeps_gathered
+
     def _before_boundary(self, group: ParamGroup) -> None:
-        waits, reshard = self._waits(group), self._settings.reshard
-        if not reshard and group.ran_before_block():
+        choice, fresh = self._choices[group], group.fresh()
+        if choice.keeps_gathered and fresh and not (self._held[group].gathered or group.is_in_forward):
             self._forward_was_outside = True
-        if waits is AccumMode.GRAD_SYNC:
-            self._hold(group)
-            group.post_backward(reshard=reshard)  # sees no gradient
+        if choice.waits is AccumMode.GRAD_SYNC:
+            self._hold(group, fresh)
+            group.post_backward(reshard=not choice.keeps_gathered)  # sees no gradient
         else:
-            self._reduce_if_run(group, all_reduce=waits is None, reshard=reshard)
+            self._reduce_if_run(group, all_reduce=choice.waits is None, reshard=not choice.keeps_gathered)
 
     def _at_boundary(self, group: ParamGroup) -> None:
         self._reduce_if_run(group, all_reduce=True, reshard=True)
 
-    def _hold(self, group: ParamGroup) -> None:
-        held = group.held
-        for position in group.fresh():
+    def _hold(self, group: ParamGroup, fresh: list[int]) -> None:
+        held = self._held[group]
+        held.used.update(fresh)
+        for position in fresh:
             grad = group.take(position)
             if position in held.unsharded:
                 held.unsharded[position] += grad
             else:
                 held.unsharded[position] = grad
-            held.used.add(position)
 
     def _reduce_if_run(self, group: ParamGroup, all_reduce: bool, reshard: bool) -> None:
         # What is held of a group without a fresh gradient waits on: autograd may still be on its way to the group, and
@@ -86,7 +95,7 @@ class FSDP2Backend:
             group.post_backward(reshard=reshard)
 
     def _reduce(self, group: ParamGroup, all_reduce: bool, reshard: bool = True) -> None:
-        held, fresh, trainable = group.held, group.fresh(), group.trainable()
+        held, fresh, trainable = self._held[group], group.fresh(), group.trainable()
         held.used.update(fresh)
         covered = tuple(sorted({*trainable, *fresh, *held.unsharded}))
         if held.partial is not None and covered != held.layout:
@@ -105,7 +114,7 @@ class FSDP2Backend:
                 group.fill(position)
         # Hooks run where a gradient is. Whether another rank has one is known at the window's end; what is reduced in
         # each micro-step cannot wait for that, so that all ranks run all hooks there, as torch does.
-        knows = self._waits(group) or not self._settings.reduce_unused_params
+        knows = self._choices[group].waits or not self._settings.reduce_unused_params
         with group.hooks_silent(zeros if knows else ()):
             held.partial = group.post_backward(held.partial, all_reduce, reshard)
         held.layout = covered
@@ -117,9 +126,8 @@ class FSDP2Backend:
         )
 
     def close_window(self) -> None:
-        waiting = [group for group in self._groups if group.held.is_waiting]
-        if waiting:
-            with post_backward_replaced(waiting, lambda group: self._reduce(group, all_reduce=True)):
+        if waiting := [group for group, held in self._touched() if held.is_waiting]:
+            with intercepted(self._window, waiting, lambda group: self._reduce(group, all_reduce=True)):
                 finish_backward(waiting)
         if stuck := self.held_back():
             raise HeldBackGradientError(
@@ -127,38 +135,40 @@ class FSDP2Backend:
                 "switched off by hand inside the window: switch it on again before the boundary."
             )
         used = self._used_by_any_rank()
-        for index, group in enumerate(self._groups):
-            for position, was_none in group.held.filled.items():
-                if (index, position) in used:
-                    if position not in group.held.used and self._waits(group):
+        for group, held in self._touched():
+            for position, was_none in held.filled.items():
+                if (group, position) in used:
+                    if position not in held.used and self._choices[group].waits:
                         group.run_hooks(position)
                 elif was_none:
                     group.drop_sharded_grad(position)
-        for group in self._all_groups:
-            if group.held.gathered:
+            if held.gathered:
                 group.reshard()
-            group.held.clear()
+        self._forget()
 
-    def _used_by_any_rank(self) -> set[tuple[int, int]]:
-        """Returns (index of group, position) of the parameters with a gradient, after a small all-reduce.
+    def _touched(self) -> list[tuple[ParamGroup, Held]]:
+        """The groups that ran in the open window, in an order that the ranks share."""
+        return [(group, self._held[group]) for group in self._groups if group in self._held]
+
+    def _forget(self) -> None:
+        self._held.clear()
+        self._is_open = False
+
+    def _used_by_any_rank(self) -> set[tuple[ParamGroup, int]]:
+        """Returns the parameters with a gradient in this window, after a small all-reduce.
 
         Raises:
             HeldBackGradientError: the ranks used different parameters and nobody said that they would.
         """
-        by_mesh: dict[dist.DeviceMesh, list[int]] = {}
-        for index, group in enumerate(self._groups):
-            by_mesh.setdefault(group.mesh, []).append(index)
-        used: set[tuple[int, int]] = set()
-        mixed: list[tuple[int, int]] = []
-        for mesh, indices in by_mesh.items():
-            keys = [(index, position) for index in indices for position in range(len(self._groups[index].params))]
-            bits = [position in self._groups[index].held.used for index, position in keys]
-            anywhere, not_everywhere = _any_rank(mesh, self._groups[indices[0]].device, bits)
-            used.update(key for key, bit in zip(keys, anywhere, strict=True) if bit)
-            both = zip(keys, anywhere, not_everywhere, strict=True)
-            mixed += [key for key, somewhere, elsewhere in both if somewhere and elsewhere]
+        used: set[tuple[ParamGroup, int]] = set()
+        mixed: list[tuple[ParamGroup, int]] = []
+        for usage in self._usages:
+            if not self._taking_part.isdisjoint(usage.groups):
+                anywhere, in_part = usage.over_ranks(self._held)
+                used.update(anywhere)
+                mixed += in_part
         if mixed and not self._settings.reduce_unused_params:
-            names = [name for index, position in mixed for name in self._names(self._groups[index], {position})]
+            names = [name for group, position in mixed for name in self._names(group, {position})]
             raise HeldBackGradientError(
                 f"some ranks used {', '.join(names)} in this window and some did not. If that is meant, set "
                 "fsdp_reduce_unused_params=True; otherwise let every rank use the same parameters."
@@ -167,8 +177,7 @@ class FSDP2Backend:
 
     def held_back(self) -> dict[str, int]:
         bytes_of = {}
-        for group in self._all_groups:
-            held = group.held
+        for group, held in self._touched():
             for position in sorted(held.used) if held.is_waiting else ():
                 nbytes = held.unsharded[position].nbytes if position in held.unsharded else 0
                 if held.partial is not None and position in held.layout:
@@ -181,55 +190,63 @@ class FSDP2Backend:
 
     def discard(self, failed: bool) -> None:
         if failed:
-            reset_after_failure(self._all_groups)
-        for group in self._all_groups:
+            reset_after_failure(self._groups)
+        for group in self._groups:
             group.clear_grads()
             group.reshard()
+        self._forget()
 
     def remarks(self) -> tuple[str, ...]:
         if not self._forward_was_outside:
             return ()
         return ("a forward ran outside the block, where FSDP2 frees the parameters after it: run it inside.",)
 
-    def plan(self) -> Plan:
-        waits = [(group, self._waits(group)) for group in self._all_groups]
+    def plans(self) -> list[Plan]:
+        parts: dict[Choice, list[ParamGroup]] = {}
+        for group, choice in self._choices.items():
+            parts.setdefault(choice, []).append(group)
+        return [self._plan_of(choice, groups, apart=len(parts) > 1) for choice, groups in parts.items()]
+
+    def _plan_of(self, choice: Choice, groups: list[ParamGroup], apart: bool) -> Plan:
         each: set[str] = set()
         once: set[str] = set()
-        held_bytes = 0
-        for group, waiting in waits:
-            collectives = _collectives(group)
-            later = {AccumMode.GRAD_SYNC: collectives, AccumMode.ALL_REDUCE: collectives[-1:], None: ()}[waiting]
+        for group in groups:
+            reductions = _reductions(group)
+            later = {AccumMode.GRAD_SYNC: reductions, AccumMode.ALL_REDUCE: reductions[-1:], None: ()}[choice.waits]
             once.update(later)
-            each.update(set(collectives).difference(later))
-            if waiting:
-                numel = group.numel if waiting is AccumMode.GRAD_SYNC else group.sharded_numel
-                held_bytes += sum(map(numel, group.trainable())) * group.reduce_itemsize
-        if self._settings.reshard:
-            each.update(f"all_gather over {_dims(group)[-1]}" for group in self._all_groups if group.shard_size > 1)
+            each.update(set(reductions).difference(later))
+        if not choice.keeps_gathered:
+            each.update(f"all_gather over {_dims(group)[-1]}" for group in groups if group.shard_size > 1)
+        bytes_held = {AccumMode.GRAD_SYNC: whole_grad_bytes, AccumMode.ALL_REDUCE: sharded_grad_bytes}
+        where = f"{len(groups)} groups over {' and '.join(sorted({_mesh_text(group) for group in groups}))}"
+        names = dict.fromkeys(self._name_of(group.module, "").removesuffix(".") or "the root" for group in groups)
         return Plan(
             backend="fsdp2",
-            where=f"{len(waits)} groups over {' and '.join(sorted({_mesh_text(group) for group, _ in waits}))}",
+            where=f"{where}: {', '.join(names)}" if apart else where,
             each_micro_step=tuple(sorted(each)),
             waits=tuple(sorted(once)),
-            gathered_once=not self._settings.reshard,
-            no_effect="" if once else self._why_nothing_waits(),
-            held_bytes=held_bytes,
-            notes=self._notes(waits),
+            gathered_once=choice.keeps_gathered,
+            no_effect="" if once else self._why_nothing_waits(groups),
+            held_bytes=sum(map(bytes_held[choice.waits], groups)) if choice.waits else 0,
+            gathered_bytes=sum(group.gathered_bytes for group in groups) if choice.keeps_gathered else 0,
+            notes=self._notes(groups) if choice.waits else (),
         )
 
-    def _why_nothing_waits(self) -> str:
+    def _why_nothing_waits(self, groups: list[ParamGroup]) -> str:
         mode = self._settings.mode
         if mode is AccumMode.NONE:
             return "fsdp_accum_mode='none' lets every micro-step synchronise"
-        if all(group.shard_size * group.replicate_size == 1 for group in self._all_groups):
+        if all(group.shard_size * group.replicate_size == 1 for group in groups):
             return f"fsdp_accum_mode={mode.value!r} saves nothing on one rank: there is nothing to synchronise"
+        if mode is AccumMode.AUTO:
+            return "no gradient waits within the budget: raise fsdp_accum_memory_gib"
         return (
             f"fsdp_accum_mode={mode.value!r} saves nothing on a mesh without replicas: set "
             "fsdp_accum_mode='grad_sync', or data_parallel_replicate_degree above 1"
         )
 
-    def _notes(self, waits: list[tuple[ParamGroup, AccumMode | None]]) -> tuple[str, ...]:
-        narrow = {str(group.reduce_dtype) for group, waiting in waits if waiting and group.reduce_dtype in NARROW}
+    def _notes(self, groups: list[ParamGroup]) -> tuple[str, ...]:
+        narrow = {str(group.reduce_dtype) for group in groups if group.reduce_dtype in NARROW}
         if not narrow:
             return ()
         return (
@@ -238,13 +255,38 @@ class FSDP2Backend:
         )
 
 
-def _any_rank(mesh: dist.DeviceMesh, device: torch.device, bits: list[bool]) -> tuple[list[int], list[int]]:
-    """Returns for each bit whether it is set on any rank of the mesh, and whether it is not set on any."""
-    flags = torch.tensor([bits, [not bit for bit in bits]], dtype=torch.uint8, device=device)  # (2, bits)
-    for group in _groups_across(mesh):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    anywhere, not_everywhere = flags.tolist()
-    return anywhere, not_everywhere
+class _Usage:
+    """Which parameters of the groups on one mesh had a gradient, in the eyes of all its ranks."""
+
+    def __init__(self, mesh: dist.DeviceMesh, groups: list[ParamGroup]) -> None:
+        self.groups = groups
+        self._mesh = mesh
+        self._params = [(group, position) for group in groups for position in range(len(group.params))]
+        self._index = {param: index for index, param in enumerate(self._params)}
+
+    def over_ranks(
+        self, held: dict[ParamGroup, Held]
+    ) -> tuple[list[tuple[ParamGroup, int]], list[tuple[ParamGroup, int]]]:
+        """Returns the parameters with a gradient on any rank, and those of them without one on another."""
+        mine = [self._index[group, i] for group in self.groups if group in held for i in held[group].used]
+        flags = torch.zeros(2, len(self._params), dtype=torch.uint8)  # with a gradient somewhere, without one somewhere
+        flags[0, mine] = 1
+        flags[1] = 1 - flags[0]
+        flags = flags.to(self.groups[0].device)
+        for process_group in _groups_across(self._mesh):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
+        anywhere, elsewhere_not = flags.cpu()
+        return self._at(anywhere), self._at(anywhere & elsewhere_not)
+
+    def _at(self, flags: torch.Tensor) -> list[tuple[ParamGroup, int]]:
+        return [self._params[index] for index in flags.nonzero().flatten().tolist()]
+
+
+def _by_mesh(groups: Iterable[ParamGroup]) -> dict[dist.DeviceMesh, list[ParamGroup]]:
+    by_mesh: dict[dist.DeviceMesh, list[ParamGroup]] = {}
+    for group in groups:
+        by_mesh.setdefault(group.mesh, []).append(group)
+    return by_mesh
 
 
 def _groups_across(mesh: dist.DeviceMesh) -> list[dist.ProcessGroup | None]:
@@ -265,7 +307,7 @@ def _mesh_text(group: ParamGroup) -> str:
     return "x".join(map(str, group.mesh.shape)) + f" ({', '.join(_dims(group))})"
 
 
-def _collectives(group: ParamGroup) -> tuple[str, ...]:
+def _reductions(group: ParamGroup) -> tuple[str, ...]:
     """The reductions of a group, in the order in which they run."""
     dims = _dims(group)
     scatter = (f"reduce_scatter over {dims[-1]}",) if group.shard_size > 1 else ()

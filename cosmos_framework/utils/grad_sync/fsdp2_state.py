@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only place that touches torch's private FSDP2 state, for torch 2.10 to 2.14 and what looks like them.
 
-A `fully_shard` call makes a state with parameter groups; a group's `post_backward` reduces its gradients. Its name,
-its flags and its gradient buffers are the whole of what is used here (source: torch/distributed/fsdp/_fully_shard/).
+A `fully_shard` call makes a state with parameter groups. A group's `post_backward` reduces its gradients, its `reshard`
+frees its gathered parameters. These two, the flags and the gradient buffers are the whole of what is used here (source:
+torch/distributed/fsdp/_fully_shard/).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 GROUP_NEEDS = (
     "post_backward",
+    "reshard",
     "fsdp_params",
     "mesh_info",
     "post_forward_mesh_info",
@@ -30,10 +33,7 @@ GROUP_NEEDS = (
     "_partial_reduce_output",
     "_training_state",
     "is_unsharded",
-    "is_sharded_post_forward",
-    "reshard",
     "finalize_backward",
-    "_post_forward_indices",
 )
 PARAM_NEEDS = ("sharded_param", "unsharded_accumulated_grad", "_module_info", "_orig_size", "padded_sharded_param_size")
 STATE_NEEDS = ("_state_ctx", "_comm_ctx", "_is_root", "_modules", "_root_post_backward_final_callback")
@@ -69,44 +69,40 @@ class Held:
     def is_waiting(self) -> bool:
         return bool(self.unsharded) or self.partial is not None
 
-    def clear(self) -> None:
-        """Makes this a window that has just opened."""
-        self.used.clear()
-        self.filled.clear()
-        self.unsharded.clear()
-        self.partial = None
-        self.layout = ()
-        self.gathered = False
-
 
 class Window:
-    """What one GradSync holds back of each of torch's groups; it is gone with the GradSync, or with the group."""
+    """What one GradSync holds back of each of torch's groups; it is gone with the GradSync.
+
+    Attributes:
+        held: what is held of the groups that the open window has touched; empty between windows.
+    """
 
     def __init__(self) -> None:
-        self._held: weakref.WeakKeyDictionary[Any, Held] = weakref.WeakKeyDictionary()
-        self._groups: weakref.WeakKeyDictionary[Any, list[ParamGroup]] = weakref.WeakKeyDictionary()
+        self.held: defaultdict[ParamGroup, Held] = defaultdict(Held)
+        self._known: weakref.WeakKeyDictionary[Any, ParamGroup] = weakref.WeakKeyDictionary()
 
-    def groups_of(self, state: Any) -> list[ParamGroup]:
-        """Returns the parameter groups of what one `fully_shard` call made, each time the same objects."""
-        if state not in self._groups:
-            _require(state, STATE_NEEDS)
-            self._groups[state] = [
-                ParamGroup(state, group, self._held.setdefault(group, Held())) for group in _groups_of(state)
-            ]
-        return self._groups[state]
+    def adapt(self, state: Any, group: Any) -> ParamGroup:
+        """Returns the adapter of a group of torch's, each time the same one."""
+        if group not in self._known:
+            self._known[group] = ParamGroup(state, group)
+        return self._known[group]
 
-    def __len__(self) -> int:
-        return len(self._groups)
+    def find(self, group: Any) -> ParamGroup | None:
+        """Returns the adapter of a group of torch's, None for a group of another model."""
+        return self._known.get(group)
+
+    @property
+    def group_class(self) -> Any:
+        """torch's class of the groups; there is at least one."""
+        return type(next(iter(self._known)))
 
 
 class ParamGroup:
     """One of torch's FSDP parameter groups, in the words that deferral needs."""
 
-    def __init__(self, state: Any, group: Any, held: Held) -> None:
+    def __init__(self, state: Any, group: Any) -> None:
         self._state: weakref.ref[Any] = weakref.ref(state)
         self._group = weakref.ref(group)
-        self.held = held
-        self.forwards_before = 0  # forwards that wait for their backward when a block begins
         self.mesh: dist.DeviceMesh = group.mesh_info.mesh
         self.shard_size: int = getattr(group.mesh_info, "shard_mesh_size", 1)
         self.replicate_size: int = getattr(group.mesh_info, "replicate_mesh_size", 1)
@@ -140,6 +136,28 @@ class ParamGroup:
     def reduce_itemsize(self) -> int:
         """Bytes per element of what is reduced."""
         return (self.reduce_dtype or self.params[0].sharded_param.dtype).itemsize
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameters, in the dtype in which they are gathered."""
+        dtype = self.group.mp_policy.param_dtype
+        return sum(p._orig_size.numel() * (dtype or p.sharded_param.dtype).itemsize for p in self.params)
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The ranks among which the parameters are sharded; this one alone if they are not."""
+        return _ranks(self.group.mesh_info)
+
+    @property
+    def gathers(self) -> list[list[int]]:
+        """The ranks of each all-gather of a micro-step: one in the forward, another if torch frees the result there."""
+        again = self.group.post_forward_mesh_info
+        return [self.shard_ranks] + ([_ranks(again)] if again is not None else [])
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the group was made for, the first if several."""
+        return self.state._modules[0]
 
     @property
     def device(self) -> torch.device:
@@ -216,8 +234,7 @@ class ParamGroup:
         return getattr(self.params[position].sharded_param, "_post_accumulate_grad_hooks", None) or {}
 
     def clear_grads(self) -> None:
-        """Drops every gradient of the group, wherever torch or we keep it."""
-        self.held.clear()
+        """Drops every gradient of the group, wherever torch keeps it."""
         self.group._partial_reduce_output = None
         for param in self.params:
             param.sharded_param.grad = None
@@ -232,28 +249,26 @@ class ParamGroup:
         """False where the user has switched a collective off by hand, which is then none of our business."""
         return self.group.reduce_grads and self.group.all_reduce_grads
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a block around this one decides what the group's post-backward does."""
-        return "post_backward" in vars(self.group)
-
     def post_backward(self, partial: Tensor | None = None, all_reduce: bool = True, reshard: bool = True) -> Any:
-        """Lets torch reduce what it sees, on top of `partial`; returns the new partial if the all-reduce waits."""
+        """Lets torch reduce what it sees, on top of `partial`; returns the new partial if the all-reduce waits.
+
+        For use inside a block.
+        """
         group = self.group
         flags = group.all_reduce_grads, group.reshard_after_backward, group._partial_reduce_output
         group.all_reduce_grads = flags[0] and all_reduce
         group.reshard_after_backward = flags[1] and reshard
         group._partial_reduce_output = partial
         try:
-            type(group).post_backward(group)
+            _torch_methods["post_backward"](group)
             return group._partial_reduce_output
         finally:
             group.all_reduce_grads, group.reshard_after_backward, group._partial_reduce_output = flags
 
-    def ran_before_block(self) -> bool:
-        """Whether the block's first backward is that of a forward before the block; asked when that backward ends."""
-        before, self.forwards_before = self.forwards_before, 0
-        return len(self.group._post_forward_indices) < before
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward has begun and not ended; it never ends if only some of the modules of the group run."""
+        return self.group._training_state.name == "FORWARD"
 
     def reshard(self) -> None:
         """Frees gathered parameters, unless the user wants to keep them."""
@@ -266,54 +281,75 @@ class ParamGroup:
         return next((each for each in self.state._state_ctx.all_states if each._is_root), None)
 
 
-@contextmanager
-def kept_gathered(groups: Iterable[ParamGroup]) -> Iterator[None]:
-    """Keeps the parameters gathered after a forward."""
-    before = []
-    try:
-        for each in groups:
-            group, state = each.group, each.state
-            each.held.gathered = True
-            if group.is_sharded_post_forward:  # gathers with the policy that goes away here
-                group.reshard()
-            each.forwards_before = len(group._post_forward_indices)
-            before.append((group, state, group.post_forward_mesh_info, state._is_root is None))
-            group.post_forward_mesh_info = None
-        yield
-    finally:
-        for group, state, mesh_info, was_lazy in before:
-            # torch itself decides for None when the first forward finds out which state is the root.
-            became_root = was_lazy and state._is_root and state._auto_reshard_after_forward
-            group.post_forward_mesh_info = None if became_root else mesh_info
+@dataclass(frozen=True, eq=False)
+class _Block:
+    window: Window
+    groups: Container[ParamGroup]
+    reduce: Callable[[ParamGroup], None]
+    keeps_gathered: Callable[[ParamGroup], bool]
+
+
+_blocks: list[_Block] = []  # the open ones, the innermost last
+_torch_methods: dict[str, Callable[..., None]] = {}  # those of torch that are replaced while a block is open
 
 
 @contextmanager
-def post_backward_replaced(groups: list[ParamGroup], rule: Callable[[ParamGroup], None]) -> Iterator[None]:
-    """Runs `rule(group)` inside the block wherever torch would reduce a group; the innermost block's rule holds."""
-    attributes = [vars(group.group) for group in groups]
-    before = [each.get("post_backward") for each in attributes]
-    for each, group in zip(attributes, groups, strict=True):
-        each["post_backward"] = _Replacement(rule, group)
+def intercepted(
+    window: Window,
+    groups: Container[ParamGroup],
+    reduce: Callable[[ParamGroup], None],
+    keeps_gathered: Callable[[ParamGroup], bool] = lambda group: False,
+) -> Iterator[None]:
+    """Opens a block, inside which we decide what becomes of a group's gradients and gathered parameters.
+
+    Two methods of torch's class are replaced, once for all groups, so that a block costs the same for any model; they
+    are torch's own while no block is open. Blocks may close in any order.
+
+    Args:
+        window: knows the groups of a model; of several blocks that know a group the innermost decides about it.
+        groups: those that are not left to torch.
+        reduce: called where torch would reduce a group.
+        keeps_gathered: tells whether a group's parameters stay gathered after a forward.
+    """
+    block, torch_class = _Block(window, groups, reduce, keeps_gathered), window.group_class
+    if not _blocks:
+        for method in (post_backward, reshard):
+            _torch_methods[method.__name__] = getattr(torch_class, method.__name__)
+            setattr(torch_class, method.__name__, method)
+    _blocks.append(block)
     try:
         yield
     finally:
-        for each, replaced in zip(attributes, before, strict=True):
-            if replaced is None:
-                del each["post_backward"]
-            else:
-                each["post_backward"] = replaced
+        _blocks.remove(block)
+        if not _blocks:
+            for name, torch_method in _torch_methods.items():
+                setattr(torch_class, name, torch_method)
+            _torch_methods.clear()
 
 
-class _Replacement:
-    """Stands in for the bound method; torch passes arguments that it does not use."""
+def post_backward(group: Any, *unused: Any) -> None:
+    """Stands in for torch's method, which does not use its arguments either."""
+    block, ours = _decider(group)
+    if block is not None and ours is not None:
+        block.reduce(ours)
+    else:
+        _torch_methods["post_backward"](group)
 
-    __slots__ = ("group", "rule")
 
-    def __init__(self, rule: Callable[[ParamGroup], None], group: ParamGroup) -> None:
-        self.rule, self.group = rule, group
+def reshard(group: Any) -> None:
+    """Stands in for torch's method."""
+    block, ours = _decider(group)
+    if block is not None and ours is not None and ours.is_in_forward and block.keeps_gathered(ours):
+        block.window.held[ours].gathered = True
+    else:
+        _torch_methods["reshard"](group)
 
-    def __call__(self, *unused: Any) -> None:
-        self.rule(self.group)
+
+def _decider(group: Any) -> tuple[_Block, ParamGroup] | tuple[None, None]:
+    for block in reversed(_blocks):
+        if ours := block.window.find(group):
+            return (block, ours) if ours in block.groups else (None, None)
+    return None, None
 
 
 def find_groups(modules: Iterable[nn.Module], window: Window) -> list[ParamGroup]:
@@ -327,7 +363,7 @@ def find_groups(modules: Iterable[nn.Module], window: Window) -> list[ParamGroup
         UnsupportedTorchError: torch's private state lacks something that this file needs.
     """
     states = dict.fromkeys(cast(Any, module)._get_fsdp_state() for module in modules if isinstance(module, FSDPModule))
-    return [group for state in states for group in window.groups_of(state)]
+    return [window.adapt(state, group) for state in states for group in _groups_of(state)]
 
 
 def covered_params(modules: Iterable[nn.Module]) -> set[tuple[int, str]]:
@@ -373,12 +409,19 @@ def _reset_iter_state(root: Any) -> None:
     root._state_ctx.post_backward_final_callback_queued = False
 
 
+def _ranks(mesh_info: Any) -> list[int]:
+    if not hasattr(mesh_info, "shard_process_group"):
+        return [dist.get_rank()]
+    return dist.get_process_group_ranks(mesh_info.shard_process_group)
+
+
 def _current(param: Any) -> nn.Parameter:
     return getattr(param, "_unsharded_param", param.sharded_param)
 
 
 def _groups_of(state: Any) -> list[Any]:
     # A module can have several groups since torch 2.13.
+    _require(state, STATE_NEEDS)
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     groups = [group for group in groups if group is not None]
     for group in groups:

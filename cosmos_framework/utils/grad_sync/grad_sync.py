@@ -49,6 +49,7 @@ class GradSync:
         mode: str | AccumMode = AccumMode.ALL_REDUCE,
         reshard: bool = True,
         reduce_unused_params: bool = False,
+        memory_bytes: float = 0.0,
     ) -> None:
         """Remembers what to do; finds the parallel parts of the model when a window opens.
 
@@ -59,18 +60,20 @@ class GradSync:
                 saves the other micro-steps' all-gathers and costs one unsharded copy of the parameters.
             reduce_unused_params: the ranks may use different parameters of one FSDP2 group in a micro-step (as DDP's
                 `find_unused_parameters`); unused ones are reduced as zeros, in every mode.
+            memory_bytes: what mode "auto" may hold per rank beyond mode "all_reduce"; inf for as much as it takes.
 
         Raises:
-            ValueError: `mode` is unknown.
+            ValueError: `mode` is unknown, or does not go together with `reshard` or `memory_bytes`.
         """
         models = [model] if isinstance(model, nn.Module) else list(model)
         self._models = [weakref.ref(each) for each in models]
-        self._settings = Settings(AccumMode.parse(mode), reshard, reduce_unused_params)
+        self._settings = Settings(AccumMode.parse(mode), reshard, reduce_unused_params, memory_bytes)
         self._window = fsdp2_state.Window()
-        self._backends: list[Backend] | None = None
+        self._found: _Found | None = None
+        self._backends: list[Backend] | None = None  # of the open window
         self._is_open = False
         self._prefixes: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._seen: tuple[Settings, int, int, int] | None = None
+        self._told_about: _Found | None = None
         self._told: set[str] = set()
         self._blocks_without_gradient: int | None = 0  # None: no need to count any more
 
@@ -84,7 +87,7 @@ class GradSync:
         if settings != self._settings:
             self._settings = settings
             if self._backends is not None:
-                self._backends = self._find_backends(self._modules())
+                self._backends = self._find_backends()
 
     def watches(self, models: Iterable[nn.Module]) -> bool:
         """Whether this is the GradSync of exactly these models."""
@@ -122,7 +125,7 @@ class GradSync:
                     backend.close_window()
                 self._backends = None
             elif backends and self._backends is None:  # a boundary inside this block has closed its window
-                self._backends = self._find_backends(self._modules())
+                self._backends = self._find_backends()
         except BaseException:
             self._give_up(failed=True)
             raise
@@ -137,9 +140,8 @@ class GradSync:
                 self._tell("a window of one micro-step has nothing to wait for: grad_accum_iter above 1 would save.")
                 return []
         if self._backends is None:
-            modules = self._modules()
-            self._backends = self._find_backends(modules)
-            self._tell_about_model(self._backends, modules)
+            self._backends = self._find_backends()
+            self._tell_about_model()
         return self._backends
 
     def held_back(self) -> dict[str, int]:
@@ -169,8 +171,8 @@ class GradSync:
 
     def plan(self) -> list[Plan]:
         """Says, for each backend of the model, what runs each micro-step, what waits, and what has no effect."""
-        backends = self._find_backends(self._modules()) if self._backends is None else self._backends
-        return [backend.plan() for backend in backends]
+        backends = self._find_backends() if self._backends is None else self._backends
+        return [plan for backend in backends for plan in backend.plans()]
 
     def _give_up(self, failed: bool) -> None:
         for backend in self._backends_to_clean():
@@ -182,7 +184,7 @@ class GradSync:
 
     def _backends_to_clean(self) -> list[Backend]:
         try:
-            return self._find_backends(self._modules()) if self._backends is None else self._backends
+            return self._find_backends() if self._backends is None else self._backends
         except fsdp2_state.UnsupportedTorchError:
             return []  # nothing was held back then; the exception that brought us here matters more
 
@@ -192,20 +194,27 @@ class GradSync:
         models = [model for ref in self._models if (model := ref()) is not None]
         return [module for model in models for module in model.modules()]
 
-    def _find_backends(self, modules: list[nn.Module]) -> list[Backend]:
-        found: list[Backend] = []
+    def _find_backends(self) -> list[Backend]:
+        """Returns those of the model as it is now; the same ones while nothing about it has changed."""
+        modules = self._modules()
+        if self._found is None or not self._found.still_holds(modules, self._settings):
+            self._found = _Found(modules, self._settings, self._search(modules))
+        return self._found.backends
+
+    def _search(self, modules: list[nn.Module]) -> list[Backend]:
+        backends: list[Backend] = []
         below_no_sync: set[nn.Module] = set()
         for module in modules:
             if not hasattr(type(module), "no_sync"):
                 continue
             if isinstance(module, DistributedDataParallel):
-                found.append(ddp.DDPBackend(module, self._settings, self._name_of))
+                backends.append(ddp.DDPBackend(module, self._settings, self._name_of))
             elif module not in below_no_sync:
-                found.append(NoSyncBackend(module, self._settings, self._name_of))
+                backends.append(NoSyncBackend(module, self._settings, self._name_of))
                 below_no_sync.update(module.modules())
         if groups := fsdp2_state.find_groups(modules, self._window):
-            found.append(FSDP2Backend(groups, self._settings, self._name_of))
-        return found
+            backends.append(FSDP2Backend(groups, self._window, self._settings, self._name_of))
+        return backends
 
     def _name_of(self, module: nn.Module, param_name: str) -> str:
         if module not in self._prefixes:
@@ -214,20 +223,18 @@ class GradSync:
 
     # Telling people
 
-    def _tell_about_model(self, backends: list[Backend], modules: list[nn.Module]) -> None:
+    def _tell_about_model(self) -> None:
         """Says what happens to the model, at its first window and whenever it has changed since."""
-        params = sum(map(len, map(operator.attrgetter("_parameters"), modules)))
-        seen = self._settings, len(modules), params, len(self._window)
-        if seen == self._seen:
+        if self._told_about is self._found:
             return
-        self._seen = seen
-        for plan in [backend.plan() for backend in backends]:
+        self._told_about = self._found
+        for plan in self.plan():
             is_vain = plan.no_effect and self._settings.mode is not AccumMode.NONE
             self._tell(str(plan), logging.WARNING if is_vain else logging.INFO)
             for note in plan.notes:
                 self._tell(note, logging.WARNING)
-        if backends:
-            self._tell_uncovered(modules)
+        if self._backends:
+            self._tell_uncovered(self._modules())
 
     def _tell_misuse(self, backends: list[Backend]) -> None:
         """Warns of a forward or backward outside of the blocks, which then synchronises in every micro-step."""
@@ -235,7 +242,7 @@ class GradSync:
             self._tell(remark, logging.WARNING)
         if self._blocks_without_gradient is None:
             return
-        if not any(backend.plan().waits for backend in backends):
+        if not any(plan.waits for plan in self.plan()):
             self._blocks_without_gradient = None
             return
         # The very first backward of a static graph leaves nothing behind, for it synchronises.
@@ -274,6 +281,28 @@ class GradSync:
             self._told.add(line)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 logger.log(level, line)
+
+
+class _Found:
+    """The backends of a model with certain modules and settings, none of which it keeps alive."""
+
+    def __init__(self, modules: list[nn.Module], settings: Settings, backends: list[Backend]) -> None:
+        self.backends = backends
+        self._settings = settings
+        self._modules = [weakref.ref(module) for module in modules]
+        self._signature = _signature(modules)
+
+    def still_holds(self, modules: list[nn.Module], settings: Settings) -> bool:
+        """Whether another search would find the same: `fully_shard` changes a module's type, LoRA adds parameters."""
+        return (
+            settings == self._settings
+            and [ref() for ref in self._modules] == modules
+            and _signature(modules) == self._signature
+        )
+
+
+def _signature(modules: list[nn.Module]) -> tuple[list[type], list[int]]:
+    return list(map(type, modules)), list(map(len, map(operator.attrgetter("_parameters"), modules)))
 
 
 def _module_prefixes(models: Iterable[nn.Module | None]) -> dict[nn.Module, str]:

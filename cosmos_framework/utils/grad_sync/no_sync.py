@@ -57,13 +57,15 @@ class NoSyncBackend:
     def remarks(self) -> tuple[str, ...]:
         return ()
 
-    def plan(self) -> Plan:
+    def plans(self) -> list[Plan]:
         waits = self._settings.mode is not AccumMode.NONE
         sync = ("gradient synchronisation",)
-        return Plan(
-            backend="no_sync",
-            where=type(self._module).__name__,
-            each_micro_step=() if waits else sync,
-            waits=sync if waits else (),
-            no_effect="" if waits else "fsdp_accum_mode='none' lets every micro-step synchronise",
-        )
+        return [
+            Plan(
+                backend="no_sync",
+                where=type(self._module).__name__,
+                each_micro_step=() if waits else sync,
+                waits=sync if waits else (),
+                no_effect="" if waits else "fsdp_accum_mode='none' lets every micro-step synchronise",
+            )
+        ]

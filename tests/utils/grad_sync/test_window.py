@@ -86,7 +86,7 @@ def torch_holds(net: nn.Module) -> list[Tensor]:
 
 
 def we_hold(sync: GradSync) -> list[Tensor]:
-    held = list(sync._window._held.values())
+    held = list(sync._window.held.values())
     return [grad for each in held for grad in each.unsharded.values()] + [
         each.partial for each in held if each.partial is not None
     ]
@@ -105,7 +105,7 @@ def assert_nothing_left(net: nn.Module, sync: GradSync) -> None:
 def flags(net: nn.Module) -> list[tuple[Any, ...]]:
     names = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
     return [
-        (*(getattr(group, name) for name in names), "post_backward" in vars(group), len(vars(group)))
+        (*(getattr(group, name) for name in names), type(group).post_backward, type(group).reshard, len(vars(group)))
         for group in fsdp_groups(net)
     ]
 
