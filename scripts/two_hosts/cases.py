@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: 2026 The cosmos-framework training-core authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: parallelisms, modes, resharding, accumulations; and the settings of a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from two_hosts.network import Link
+
+# One domain, so that every micro-step uses every parameter: what static_graph asks for.
+_DDP = ("parallelism=ddp", "trainer.ddp.find_unused_parameters=false")
+PARALLELISMS: dict[str, tuple[str, ...]] = {
+    "ddp": (*_DDP, "trainer.ddp.static_graph=false"),
+    "ddp_static_graph": (*_DDP, "trainer.ddp.static_graph=true"),
+    "fsdp": ("parallelism=fsdp",),
+    "hsdp": ("parallelism=hsdp",),
+}
+
+# A micro-step of this size takes two ranks about 0.2 s on one core, and the calibrated link some hundred Mbit/s.
+RECIPE = (
+    "recipe=action_policy",
+    "model.depth=8",
+    "model.heads=4",
+    "model.head_width=40",
+    "dataloader_train.batch_size=24",
+    "scheduler=constant",
+    "trainer.timeout_period=300",
+    "trainer.run_validation=false",
+    # Clipping stays: it is part of a step. Logging is not.
+    "trainer.callbacks.comm_ledger=null",
+    "trainer.callbacks.progress_bar=null",
+    "trainer.callbacks.jsonl_metrics=null",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run a window.
+
+    Attributes:
+        parallelism: One of `PARALLELISMS`.
+        mode: `trainer.fsdp_accum_mode`.
+        reshard: `trainer.fsdp_accum_reshard`.
+        accum: `trainer.grad_accum_iter`.
+        memory_gib: `trainer.fsdp_accum_memory_gib`, for mode "auto".
+    """
+
+    parallelism: str
+    mode: str
+    reshard: bool
+    accum: int
+    memory_gib: float | None = None
+
+    @property
+    def baseline(self) -> Case:
+        """The case that this one's time is compared with: nothing waits, nothing is kept."""
+        return Case(self.parallelism, "none", True, self.accum)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields for JSON, which has no infinity."""
+        return {**asdict(self), "memory_gib": "inf" if self.memory_gib == math.inf else self.memory_gib}
+
+    @staticmethod
+    def from_dict(entry: Mapping[str, Any]) -> Case:
+        """Reads what `to_dict` wrote; other entries are ignored."""
+        memory_gib = None if entry["memory_gib"] is None else float(entry["memory_gib"])
+        return Case(entry["parallelism"], entry["mode"], entry["reshard"], entry["accum"], memory_gib)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run measures.
+
+    Attributes:
+        link: What joins the hosts; where the calibration starts.
+        calibrate: Whether to look for the link's rate first.
+        rounds: Number of timed windows of each case.
+        parallelisms: Some of `PARALLELISMS`.
+        accumulations: Micro-steps of a window.
+        overrides: Of the configuration, in Hydra's grammar, after those of `RECIPE`.
+    """
+
+    link: Link
+    calibrate: bool
+    rounds: int
+    parallelisms: tuple[str, ...]
+    accumulations: tuple[int, ...]
+    overrides: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Writes the settings down for the ranks."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        """Reads what `to_json` wrote."""
+        fields = json.loads(text)
+        lists = {name: tuple(fields.pop(name)) for name in ("parallelisms", "accumulations", "overrides")}
+        return Settings(link=Link(**fields.pop("link")), **fields, **lists)
+
+
+def grid(parallelisms: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
+    """Returns every combination that differs: DDP has one collective to put off and nothing to gather."""
+    cases = []
+    for parallelism, accum in itertools.product(parallelisms, accumulations):
+        if parallelism.startswith("ddp"):
+            cases += [Case(parallelism, mode, True, accum) for mode in ("none", "all_reduce")]
+            continue
+        modes = itertools.product(("none", "all_reduce", "grad_sync"), (True, False))
+        cases += [Case(parallelism, mode, reshard, accum) for mode, reshard in modes]
+    return cases

@@ -1,0 +1,162 @@
+# SPDX-FileCopyrightText: 2026 The cosmos-framework training-core authors
+# SPDX-License-Identifier: Apache-2.0
+"""What each of the four ranks runs: `torchrun … -m two_hosts.worker FOLDER`, inside its host.
+
+FOLDER, which both hosts see, has `settings.json`; rank 0 adds `measured.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cosmos_framework.data.lerobot import Episode, write_dataset
+from cosmos_framework.utils import distributed, misc
+from two_hosts.cases import PARALLELISMS, RECIPE, Case, Settings, grid
+from two_hosts.network import Link, shape
+from two_hosts.trainee import Timing, Trainee, Weight
+
+# Compute and sync of one micro-batch, in seconds, on the two hosts that the user measured.
+USERS_SYNC_TO_COMPUTE = 11.4 / 10.8
+CALIBRATION_TOLERANCE = 0.03
+CALIBRATION_ATTEMPTS = 8
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What a micro-step of HSDP takes in mode "none".
+
+    Attributes:
+        compute_s: Seconds without the all-reduce between the hosts.
+        sync_s: Seconds that the all-reduce adds.
+    """
+
+    compute_s: float
+    sync_s: float
+
+
+def main(folder: Path) -> None:
+    """Measures what the settings ask for.
+
+    Args:
+        folder: Has the settings, and gets what was measured.
+    """
+    settings = Settings.from_json((folder / "settings.json").read_text())
+    torch.set_num_threads(1)
+    distributed.init(timeout=timedelta(minutes=5))
+    with misc.repeatable_cpu_numerics():
+        measured = _measure(settings, folder)
+    if distributed.is_rank0():
+        (folder / "measured.json").write_text(json.dumps(measured))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def _measure(settings: Settings, folder: Path) -> dict[str, Any]:
+    _write_demonstrations(folder / "dataset")
+    trainees = {name: _trainee(name, settings, folder) for name in settings.parallelisms}
+    link = settings.link
+    if settings.calibrate:
+        link = calibrate(trainees.get("hsdp") or _trainee("hsdp", settings, folder), link)
+    cases = grid(settings.parallelisms, settings.accumulations)
+    weights = _weigh(trainees, cases)
+    timings: dict[Case, list[Timing]] = defaultdict(list)
+    for index in range(settings.rounds):
+        begin = time.perf_counter()
+        for case in random.Random(index).sample(cases, len(cases)):
+            timings[case].append(trainees[case.parallelism].time_window(case))
+        _say(f"round {index + 1} of {settings.rounds}: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
+    any_trainee = next(iter(trainees.values()))
+    return {
+        "link": asdict(link),
+        "recipe": [*RECIPE, *settings.overrides],
+        "parameters": any_trainee.parameter_bytes // 4,
+        "samples_per_micro_step": any_trainee.samples_per_micro_step,
+        "cases": [
+            {**case.to_dict(), "weight": asdict(weights[case]), "windows": [asdict(timing) for timing in timings[case]]}
+            for case in cases
+        ],
+    }
+
+
+def _write_demonstrations(root: Path) -> None:
+    """Noise in the shapes of Meta-World's demonstrations: what is learned takes no part in the time."""
+    if distributed.is_rank0():
+        random_numbers = np.random.default_rng(0)
+        states = random_numbers.normal(size=(16, 100, 39)).astype(np.float32)
+        actions = random_numbers.normal(size=(16, 100, 4)).astype(np.float32)
+        write_dataset(root, [Episode(*pair, "noise") for pair in zip(states, actions, strict=True)], fps=80)
+    distributed.barrier()
+
+
+def _trainee(name: str, settings: Settings, folder: Path) -> Trainee:
+    job = [f"dataset.root={folder / 'dataset'}", f"job.name={name}"]
+    trainee = Trainee([*RECIPE, *job, *PARALLELISMS[name], *settings.overrides])
+    # The optimizer makes its state, and DDP's static graph records itself.
+    trainee.time_window(Case(name, "none", True, 1))
+    return trainee
+
+
+def calibrate(trainee: Trainee, link: Link) -> Link:
+    """Finds the rate at which compute and sync are in the user's proportion, and leaves the link at it.
+
+    Args:
+        trainee: Under HSDP.
+        link: Where to start.
+
+    Returns:
+        The link as it is then; on a busy machine its proportion can be off, which the results tell.
+    """
+    for _ in range(CALIBRATION_ATTEMPTS):
+        step = measure_micro_step(trainee)
+        excess = step.sync_s / step.compute_s / USERS_SYNC_TO_COMPUTE
+        _say(f"{link.rate_mbit:.1f} Mbit/s: compute {step.compute_s:.3f} s, sync {step.sync_s:.3f} s a micro-step")
+        if abs(excess - 1) <= CALIBRATION_TOLERANCE:
+            return link
+        link = replace(link, rate_mbit=link.rate_mbit * excess)
+        distributed.barrier()
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            shape(link)
+        distributed.barrier()
+    _say(f"no rate within {CALIBRATION_TOLERANCE:.0%} of the proportion: is something else running on this machine?")
+    return link
+
+
+def measure_micro_step(trainee: Trainee, windows: int = 4) -> MicroStep:
+    """Measures compute and sync of one micro-step, medians over `windows` windows of each kind in turns."""
+    waits, syncs = Case("hsdp", "all_reduce", True, 6), Case("hsdp", "none", True, 6)
+    compute, both = [], []
+    for _ in range(windows):
+        compute.append(trainee.time_window(waits).inner_s)
+        both.append(trainee.time_window(syncs).inner_s)
+    compute_s = statistics.median(filter(None, compute))
+    return MicroStep(compute_s, statistics.median(filter(None, both)) - compute_s)
+
+
+def _weigh(trainees: dict[str, Trainee], cases: list[Case]) -> dict[Case, Weight]:
+    """Weighs every case, which warms it up for the timed windows as well."""
+    begin = time.perf_counter()
+    weights = {case: trainees[case.parallelism].weigh_window(case) for case in cases}
+    _say(f"warm-up, in which memory is measured: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
+    return weights
+
+
+@distributed.rank0_only
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
