@@ -112,6 +112,7 @@ def tiny_config(folder: Path | str, *overrides: str) -> DictConfig:
                 "fsdp_accum_mode": "all_reduce",
                 "fsdp_accum_reshard": True,
                 "fsdp_reduce_unused_params": False,
+                "fsdp_accum_memory_gib": 0.0,
                 "max_iter": 2,
                 "logging_iter": 1,
                 "run_validation": False,

@@ -208,6 +208,7 @@ class ImaginaireTrainer:
             fsdp_accum_mode=trainer.fsdp_accum_mode,
             fsdp_accum_reshard=trainer.fsdp_accum_reshard,
             fsdp_reduce_unused_params=trainer.fsdp_reduce_unused_params,
+            fsdp_accum_memory_gib=trainer.fsdp_accum_memory_gib,
         ):
             self.callbacks.on_before_forward(iteration=iteration)
             with parallelism.forward_precision(self.config, distributed.device().type):

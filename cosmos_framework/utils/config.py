@@ -36,7 +36,7 @@ from omegaconf.errors import (
 
 import cosmos_framework
 from cosmos_framework.utils import parallelism
-from cosmos_framework.utils.grad_sync import AccumMode
+from cosmos_framework.utils.grad_sync import AccumMode, Settings
 
 
 class ConfigError(ValueError):
@@ -152,12 +152,15 @@ class TrainerConfig:
         distributed_parallelism: "ddp" copies the model to every rank; "fsdp" lays it out as `model.parallelism` says.
         grad_accum_iter: Number of micro-steps of a window, which ends with one optimizer step.
         fsdp_accum_mode: Which collectives wait for the window's boundary. "all_reduce": HSDP's all-reduce over the
-            replicas; "grad_sync": the reduce-scatter as well; "none": no collective, every micro-step synchronises.
-            DDP has one collective, which waits in the first two.
+            replicas; "grad_sync": the reduce-scatter as well; "none": no collective, every micro-step synchronises;
+            "auto": as "all_reduce", and more for the modules that `fsdp_accum_memory_gib` has room for. DDP has one
+            collective, which waits in all but "none".
         fsdp_accum_reshard: Whether parameters are freed after each micro-step. If not, they stay gathered until the
             boundary: fewer all-gathers for more memory.
         fsdp_reduce_unused_params: Whether parameters that a rank did not use in a window count as zero gradient there,
             so that ranks may use different ones.
+        fsdp_accum_memory_gib: GiB that fsdp_accum_mode=auto may hold on each rank inside a window, beyond what
+            "all_reduce" holds; inf for all that saves something.
         max_iter: Number of optimizer steps to train for.
         logging_iter: Number of optimizer steps from one logged line to the next.
         run_validation: Whether to validate while training.
@@ -176,6 +179,9 @@ class TrainerConfig:
     fsdp_accum_mode: str = one_of(*(mode.value for mode in AccumMode), default="all_reduce")
     fsdp_accum_reshard: bool = True
     fsdp_reduce_unused_params: bool = False
+    fsdp_accum_memory_gib: float = field(
+        default=0.0, metadata=values("a number of at least 0, or inf", lambda value: value >= 0)
+    )
     max_iter: int = within(1, default=1000)
     logging_iter: int = within(1, default=10)
     run_validation: bool = True
@@ -446,6 +452,7 @@ def check_config(config: DictConfig, world_size: int) -> None:
         raise ConfigError(
             "trainer.run_validation=true needs a dataloader_val, which is null; set it, or this to false."
         )
+    _check_accumulation(config.trainer)
     _check_parallelism(config, world_size)
 
 
@@ -480,6 +487,17 @@ def _import(name: str, target: str) -> Any:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{name}={target} cannot be imported: {_one_line(error)}.") from error
+
+
+def _check_accumulation(trainer: DictConfig) -> None:
+    try:
+        Settings(
+            AccumMode(trainer.fsdp_accum_mode),
+            trainer.fsdp_accum_reshard,
+            memory_bytes=trainer.fsdp_accum_memory_gib * 2**30,
+        )
+    except ValueError as error:
+        raise ConfigError(f"trainer.{error}.") from error
 
 
 def _check_parallelism(config: DictConfig, world_size: int) -> None:

@@ -113,20 +113,22 @@ def _add_fields(text: str, render: Callable[[Field], str], imports: Sequence[Imp
 
 def _attrs_field(field: Field) -> str:
     comment = "".join(f"# {line}\n" for line in _wrapped(f"{field.summary} {field.details}", 114))
-    if not field.choices:
+    if field.type == "bool":
         return f"{comment}{field.name}: bool = {field.default}\n"
     choices = ", ".join(f'"{choice}"' for choice in field.choices)
+    accepts = f"in_(({choices}))" if choices else "ge(0)"
     return (
-        f"{comment}{field.name}: str = attrs.field(\n"
-        f"    default={field.default}, validator=attrs.validators.in_(({choices}))\n)\n"
+        f"{comment}{field.name}: {field.type} = attrs.field(\n"
+        f"    default={field.default}, validator=attrs.validators.{accepts}\n)\n"
     )
 
 
 def _pydantic_field(field: Field) -> str:
-    kind = f"Literal[{', '.join(map(repr, field.choices))}]".replace("'", '"') if field.choices else "bool"
+    kind = f"Literal[{', '.join(map(repr, field.choices))}]".replace("'", '"') if field.choices else field.type
+    arguments = f"    default={field.default},\n" + ("    ge=0,\n" if kind == "float" else "")
     lines = _wrapped(f"{field.summary} {field.details}".replace('"', "'"), 80)
     description = "".join(f'        "{line} "\n' for line in lines[:-1]) + f'        "{lines[-1]}"\n'
-    return f"{field.name}: {kind} = Field(\n    default={field.default},\n    description=(\n{description}    ),\n)\n"
+    return f"{field.name}: {kind} = Field(\n{arguments}    description=(\n{description}    ),\n)\n"
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -11,9 +11,10 @@ from upstream.fields import FIELDS
 from upstream.python_edits import ACCUMULATION, AnchorError
 
 ENTRY = (
-    "  - Add `trainer.fsdp_accum_mode`, `trainer.fsdp_accum_reshard`, `trainer.fsdp_reduce_unused_params`: gradient\n"
-    "    accumulation synchronizes once per window, with exact gradients whichever parameters each micro-batch uses.\n"
-    '    The distillation trainer follows them too; `fsdp_accum_mode = "grad_sync"` is what it did before.\n'
+    "  - Add `trainer.fsdp_accum_mode`, `trainer.fsdp_accum_reshard`, `trainer.fsdp_reduce_unused_params`,\n"
+    "    `trainer.fsdp_accum_memory_gib`: gradient accumulation synchronizes once per window, with exact gradients\n"
+    "    whichever parameters each micro-batch uses. The distillation trainer follows them too;\n"
+    '    `fsdp_accum_mode = "grad_sync"` is what it did before.\n'
 ).splitlines()
 
 

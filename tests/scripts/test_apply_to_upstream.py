@@ -20,7 +20,7 @@ from tests.scripts import upstream_standin as standin
 pytest.importorskip("libcst", reason="extra `upstream`")
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-FIELDS = ("fsdp_accum_mode", "fsdp_accum_reshard", "fsdp_reduce_unused_params")
+FIELDS = ("fsdp_accum_mode", "fsdp_accum_reshard", "fsdp_reduce_unused_params", "fsdp_accum_memory_gib")
 
 Run = Callable[..., int]
 

@@ -56,9 +56,9 @@ def output_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        (["trainer.fsdp_accum_mode=reduce_scatter"], "all_reduce, grad_sync, none"),
-        (["trainer.fsdp_accum_mode=null"], "all_reduce, grad_sync, none"),
-        (["trainer.fsdp_accum_mode=false"], "all_reduce, grad_sync, none"),
+        (["trainer.fsdp_accum_mode=reduce_scatter"], "all_reduce, grad_sync, none, auto"),
+        (["trainer.fsdp_accum_mode=null"], "all_reduce, grad_sync, none, auto"),
+        (["trainer.fsdp_accum_mode=false"], "all_reduce, grad_sync, none, auto"),
         (["trainer.distributed_parallelism=tp"], "ddp, fsdp"),
         (["trainer.grad_accum_iter=0"], "trainer.grad_accum_iter=0"),
         (["trainer.grad_accum_iter=two"], "trainer.grad_accum_iter=two"),

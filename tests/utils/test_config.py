@@ -140,7 +140,21 @@ def test_none_is_a_mode_and_stays_text(tmp_path: Path) -> None:
 def test_accum_mode(value: str) -> None:
     text = message(f"trainer.fsdp_accum_mode={value}")
     assert "trainer.fsdp_accum_mode" in text and value.strip("'").lower() in text.lower()
-    assert "all_reduce, grad_sync, none" in text
+    assert "all_reduce, grad_sync, none, auto" in text
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["trainer.fsdp_accum_memory_gib=-1"], "trainer.fsdp_accum_memory_gib=-1.0 must be a number of at least 0"),
+        (["trainer.fsdp_accum_memory_gib=nan"], "must be a number of at least 0"),
+        (["trainer.fsdp_accum_memory_gib=2"], "set fsdp_accum_mode='auto'"),
+        (["trainer.fsdp_accum_mode=auto", "trainer.fsdp_accum_reshard=false"], "leave it at True"),
+    ],
+)
+def test_memory_budget_goes_with_mode_auto(overrides: list[str], expected: str) -> None:
+    assert expected in message(*overrides)
+    assert load_and_check("trainer.fsdp_accum_mode=auto", "trainer.fsdp_accum_memory_gib=inf")
 
 
 @pytest.mark.parametrize(

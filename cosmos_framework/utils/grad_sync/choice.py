@@ -39,7 +39,7 @@ def choose(groups: list[ParamGroup], settings: Settings) -> dict[ParamGroup, Cho
         return {group: Choice(_waiting(group, settings.mode), not settings.reshard) for group in groups}
     choices = {group: Choice(_waiting(group, AccumMode.ALL_REDUCE)) for group in groups}
     left = settings.memory_bytes
-    for offer in sorted((offer for group in groups for offer in _offers(group)), key=_Offer.seconds_per_byte):
+    for offer in sorted((offer for group in groups for offer in _offers(group)), key=_Offer.rank):
         if offer.held_bytes <= left:
             left -= offer.held_bytes
             choices[offer.group] = choices[offer.group].and_also(offer.choice)
@@ -56,30 +56,29 @@ def _waiting(group: ParamGroup, mode: AccumMode) -> AccumMode | None:
 
 @dataclass(frozen=True)
 class _Offer:
-    """Something to hold in memory for the sake of a collective less in each micro-step but one."""
+    """Something to hold in memory for the sake of fewer collectives in each micro-step but one."""
 
     group: ParamGroup
     choice: Choice
-    saved_s: float
     held_bytes: int
+    saved_s: float
 
-    def seconds_per_byte(self) -> float:
-        """For sorting, the best first."""
-        return -self.saved_s / self.held_bytes
+    def rank(self) -> tuple[bool, float]:
+        """For sorting, the best first: what uses the links between hosts, then what saves the most per byte held."""
+        return _is_in_host(self.group.shard_ranks), -self.saved_s / self.held_bytes
 
 
 def _offers(group: ParamGroup) -> list[_Offer]:
     """What there is to gain from a group; nothing where it is not sharded."""
     if group.shard_size == 1:
         return []
-    offers = []
-    if grad_bytes := whole_grad_bytes(group):
-        in_place_of_partial = sharded_grad_bytes(group) if group.replicate_size > 1 else 0
-        saved_s = _collective_s(grad_bytes, group.shard_ranks)
-        offers.append(_Offer(group, Choice(waits=AccumMode.GRAD_SYNC), saved_s, grad_bytes - in_place_of_partial))
     param_bytes = group.gathered_bytes
     saved_s = sum(_collective_s(param_bytes, ranks) for ranks in group.gathers)
-    offers.append(_Offer(group, Choice(keeps_gathered=True), saved_s, param_bytes))
+    offers = [_Offer(group, Choice(keeps_gathered=True), param_bytes, saved_s)]
+    if grad_bytes := whole_grad_bytes(group):
+        instead_of = sharded_grad_bytes(group) if group.replicate_size > 1 else 0
+        saved_s = _collective_s(grad_bytes, group.shard_ranks)
+        offers.append(_Offer(group, Choice(waits=AccumMode.GRAD_SYNC), grad_bytes - instead_of, saved_s))
     return offers
 
 
@@ -93,20 +92,16 @@ def sharded_grad_bytes(group: ParamGroup) -> int:
     return sum(map(group.sharded_numel, group.trainable())) * group.reduce_itemsize
 
 
-@dataclass(frozen=True)
-class _Link:
-    latency_s: float
-    bytes_per_s: float
-
-
-# Typical figures of 10 Gbit/s Ethernet and NVLink. They decide about the order alone: links between hosts first, and
-# small groups, whose collectives are mostly latency, before large ones.
-BETWEEN_HOSTS = _Link(50e-6, 1.25e9)
-IN_HOST = _Link(10e-6, 100e9)
+# Typical of 10 Gbit/s Ethernet. They only weigh small groups, whose collectives are mostly latency, against large ones.
+LATENCY_S, BYTES_PER_S = 50e-6, 1.25e9
 
 
 def _collective_s(nbytes: int, ranks: list[int]) -> float:
-    """Returns the seconds of a ring all-gather or reduce-scatter of `nbytes` in all; torchrun numbers host by host."""
+    """Returns the seconds of a ring all-gather or reduce-scatter of `nbytes` in all."""
+    return (len(ranks) - 1) * (LATENCY_S + nbytes / len(ranks) / BYTES_PER_S)
+
+
+def _is_in_host(ranks: list[int]) -> bool:
+    """Whether the ranks share a host; torchrun numbers them host by host."""
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    link = IN_HOST if len({rank // ranks_per_host for rank in ranks}) == 1 else BETWEEN_HOSTS
-    return (len(ranks) - 1) * (link.latency_s + nbytes / len(ranks) / link.bytes_per_s)
+    return len({rank // ranks_per_host for rank in ranks}) == 1

@@ -226,20 +226,20 @@ class FSDP2Backend:
             each_micro_step=tuple(sorted(each)),
             waits=tuple(sorted(once)),
             gathered_once=choice.keeps_gathered,
-            no_effect="" if once else self._why_nothing_waits(groups),
+            no_effect="" if once else self._why_nothing_waits(choice, groups),
             held_bytes=sum(map(bytes_held[choice.waits], groups)) if choice.waits else 0,
             gathered_bytes=sum(group.gathered_bytes for group in groups) if choice.keeps_gathered else 0,
             notes=self._notes(groups) if choice.waits else (),
         )
 
-    def _why_nothing_waits(self, groups: list[ParamGroup]) -> str:
+    def _why_nothing_waits(self, choice: Choice, groups: list[ParamGroup]) -> str:
         mode = self._settings.mode
         if mode is AccumMode.NONE:
             return "fsdp_accum_mode='none' lets every micro-step synchronise"
         if all(group.shard_size * group.replicate_size == 1 for group in groups):
             return f"fsdp_accum_mode={mode.value!r} saves nothing on one rank: there is nothing to synchronise"
         if mode is AccumMode.AUTO:
-            return "no gradient waits within the budget: raise fsdp_accum_memory_gib"
+            return "" if choice.keeps_gathered else "nothing waits within the budget: raise fsdp_accum_memory_gib"
         return (
             f"fsdp_accum_mode={mode.value!r} saves nothing on a mesh without replicas: set "
             "fsdp_accum_mode='grad_sync', or data_parallel_replicate_degree above 1"

@@ -56,6 +56,7 @@ class Setup:
     mixed: bool = False
     reduce_unused: bool = False
     reshard_after_forward: bool | int = True
+    memory_bytes: float = 0.0
 
 
 def build() -> Net:
@@ -98,10 +99,14 @@ def micro_step(net: nn.Module, index: int, use: str, length: int) -> None:
     (net(batch(index, dist.get_rank()), use).float().pow(2).mean() / length).backward()
 
 
+def sync_of(net: nn.Module, setup: Setup) -> GradSync:
+    return GradSync(net, setup.mode, setup.reshard, setup.reduce_unused, setup.memory_bytes)
+
+
 def run_windows(windows: list[list[str]], setup: Setup) -> tuple[list[dict[str, Tensor | None]], dict[Any, Traffic]]:
     """Runs windows of micro-steps that use what the strings name; returns each window's gradients, and the traffic."""
     net = shard(build(), setup)
-    sync = GradSync(net, mode=setup.mode, reshard=setup.reshard, reduce_unused_params=setup.reduce_unused)
+    sync = sync_of(net, setup)
     seen, index = [], 0
     with CollectiveCounter() as counter:
         for window in windows:
