@@ -1,15 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The cosmos-framework training-core authors
 # SPDX-License-Identifier: Apache-2.0
-"""Counting what a stretch of training sends: collectives and bytes, by kind and mesh dimension."""
+"""Counting and timing what a stretch of training sends, by kind of collective and mesh dimension."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,57 +31,221 @@ KINDS = {
 }
 
 
+@dataclass(frozen=True)
+class Collective:
+    """One collective, as this rank saw it.
+
+    Attributes:
+        kind: what it was, e.g. "all_reduce".
+        dimension: the mesh dimension over which it ran, e.g. "dp_replicate".
+        bytes: size of the message, the larger of this rank's input and output (the full tensor of an all-gather or
+            reduce-scatter, the buffer of an all-reduce).
+        start_s: when it was issued, in seconds since its counter was made.
+        end_s: when its result was there.
+    """
+
+    kind: str
+    dimension: str
+    bytes: int
+    start_s: float
+    end_s: float
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(kind, mesh dimension), e.g. `("all_reduce", "dp_replicate")`."""
+        return self.kind, self.dimension
+
+
 @dataclass
 class Traffic:
     """How often a collective ran and how much it carried.
 
     Attributes:
         calls: number of collectives.
-        bytes: sum of the message sizes, each the larger of a rank's input and output (the full tensor of an
-            all-gather or reduce-scatter, the buffer of an all-reduce), in bytes.
+        bytes: sum of the message sizes; see `Collective`.
     """
 
     calls: int = 0
     bytes: int = 0
 
 
+Totals = dict[tuple[str, str], Traffic]
+
+
+def totals_of(collectives: Iterable[Collective]) -> Totals:
+    """Adds up collectives by (kind, mesh dimension)."""
+    totals: Totals = defaultdict(Traffic)
+    for each in collectives:
+        traffic = totals[each.key]
+        traffic.calls += 1
+        traffic.bytes += each.bytes
+    return dict(totals)
+
+
+def in_flight_s(collectives: Iterable[Collective]) -> float:
+    """Returns for how many seconds at least one of the collectives was in flight.
+
+    This is the union of their intervals: those that overlap, or queue behind one another for the same link, do not
+    count twice. It includes waiting for slower ranks, and computation that went on meanwhile is not subtracted.
+    """
+    total_s, reached_s = 0.0, float("-inf")
+    for start_s, end_s in sorted((each.start_s, each.end_s) for each in collectives):
+        total_s += max(0.0, end_s - max(start_s, reached_s))
+        reached_s = max(reached_s, end_s)
+    return total_s
+
+
+def mesh_dimensions(model: torch.nn.Module) -> dict[str, str]:
+    """Returns the names of the mesh dimensions over which a model is laid out, by the name of the process group.
+
+    A group alone does not tell: torch gives a mesh of one dimension over all ranks the world's.
+    """
+    meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+    return {
+        mesh.get_group(dim).group_name: name for mesh in meshes for dim, name in enumerate(mesh.mesh_dim_names or ())
+    }
+
+
 class CollectiveCounter(TorchDispatchMode):
-    """A context manager that counts the collectives issued inside it, forward and backward, gloo and NCCL.
+    """A context manager that counts and times the collectives issued inside it, forward and backward, gloo and NCCL.
 
     torch sends every collective of `torch.distributed`, FSDP2's and DDP's C++ reducer's alike, through the dispatcher
-    as an operator of the namespace `c10d`; a dispatch mode sees them (source: torch.utils._python_dispatch).
-    The mode costs a Python call for every operator inside it.
+    as an operator of the namespace `c10d`; a dispatch mode sees them (source: torch.utils._python_dispatch). They end
+    when the future of the `Work` that the operator returns is done. On CUDA both ends are taken by events on the
+    streams, since the host is ahead of them there.
+
+    The mode costs a Python call for every operator inside it. It may be entered several times.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+    def __init__(self, dimensions: Mapping[str, str] | None = None) -> None:
+        """Starts the clock.
 
-    def totals(self) -> dict[tuple[str, str], Traffic]:
-        """What has been counted so far, by (kind, mesh dimension), e.g. `("all_reduce", "dp_replicate")`.
-
-        A group that belongs to no named mesh dimension is called `world`, or by its description.
+        Args:
+            dimensions: names of process groups' mesh dimensions, by the name of the group. A group that is not among
+                them is called `world`, or by its description.
         """
-        return dict(self._traffic)
+        super().__init__()
+        self._dimensions = dimensions or {}
+        self._issued: list[_Issued] = []
+        self._clock = _Clock()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled code run compiled, as in the rest of the run; torch would skip it under a mode."""
+        return True
+
+    @property
+    def count(self) -> int:
+        """The number of collectives issued so far."""
+        return len(self._issued)
+
+    def elapsed_s(self) -> float:
+        """Waits until the device is idle, and returns the seconds since this counter was made."""
+        return self._clock.elapsed_s()
+
+    def collectives(self) -> list[Collective]:
+        """Returns what was issued so far, in order; what is still in flight ends now. Waits for the device."""
+        now_s = self.elapsed_s()
+        return [
+            Collective(
+                kind=each.kind,
+                dimension=each.dimension,
+                bytes=each.bytes,
+                start_s=self._clock.seconds(each.start),
+                end_s=now_s if each.end is None else self._clock.seconds(each.end),
+            )
+            for each in self._issued
+        ]
+
+    def totals(self) -> Totals:
+        """What has been counted so far, by (kind, mesh dimension)."""
+        return totals_of(self.collectives())
 
     def calls(self, kind: str, dimension: str) -> int:
         """The number of collectives of one kind over one mesh dimension."""
         return self.totals().get((kind, dimension), Traffic()).calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace == "c10d" and (kind := KINDS.get(func._schema.name.split("::")[1])):
-            leaves = tree_leaves((args, kwargs))
-            traffic = self._traffic[kind, _dimension(leaves)]
-            traffic.calls += 1
-            traffic.bytes += max(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        kind = KINDS.get(func._schema.name.split("::")[1]) if func.namespace == "c10d" else None
+        if kind is None:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        message = max((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), key=lambda tensor: tensor.nbytes)
+        now = self._clock.now_on_stream if message.is_cuda else self._clock.now
+        issued = _Issued(kind, self._dimension(leaves), message.nbytes, start=now())
+        self._issued.append(issued)
+        result = func(*args, **kwargs)
+        _call_when_done(dist.Work.unbox(tree_leaves(result)[-1]), lambda: issued.end_at(now()))
+        return result
+
+    def _dimension(self, leaves: list[Any]) -> str:
+        for leaf in leaves:
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+                group = dist.ProcessGroup.unbox(leaf)
+                is_world = group == dist.group.WORLD
+                return self._dimensions.get(
+                    group.group_name, "world" if is_world else group.group_desc.removeprefix("mesh_")
+                )
+        return "world"
 
 
-def _dimension(leaves: list[Any]) -> str:
-    for leaf in leaves:
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            group = dist.ProcessGroup.unbox(leaf)
-            if group == dist.group.WORLD:
-                return "world"
-            return group.group_desc.removeprefix("mesh_")
-    return "world"
+Instant = float | torch.cuda.Event
+
+
+@dataclass
+class _Issued:
+    """A collective whose times may not be known yet."""
+
+    kind: str
+    dimension: str
+    bytes: int
+    start: Instant
+    end: Instant | None = None
+
+    def end_at(self, end: Instant) -> None:
+        self.end = end
+
+
+def _call_when_done(work: Any, callback: Callable[[], None]) -> None:
+    """Calls back when a collective is done, on CUDA with a current stream that waits for it (source: Future.then)."""
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        # gloo's reduce-scatter has none: it ends where it is waited for, which FSDP2 does at once.
+        work.wait()
+        callback()
+    else:
+        future.add_done_callback(lambda _: callback())
+
+
+class _Clock:
+    """Seconds since it was made, by the host and by CUDA's streams."""
+
+    def __init__(self) -> None:
+        self._uses_cuda = torch.cuda.is_available()
+        if self._uses_cuda:
+            torch.cuda.synchronize()
+            self._stream_zero = self.now_on_stream()
+        self._zero = self.now()
+
+    @staticmethod
+    def now() -> float:
+        return time.perf_counter()
+
+    @staticmethod
+    def now_on_stream() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, instant: Instant) -> float:
+        """The device must have passed the instant."""
+        if isinstance(instant, float):
+            return instant - self._zero
+        return self._stream_zero.elapsed_time(instant) / 1e3
+
+    def elapsed_s(self) -> float:
+        if self._uses_cuda:
+            torch.cuda.synchronize()
+        return self.now() - self._zero
