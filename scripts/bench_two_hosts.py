@@ -4,14 +4,94 @@
 """Measures what each mode of gradient accumulation costs and saves between two hosts, on one machine.
 
     sudo python scripts/bench_two_hosts.py --calibrate
-    sudo python scripts/bench_two_hosts.py --rate-mbit 120 --rounds 3 --parallelisms hsdp --out /tmp/mine model.depth=4
+    sudo python scripts/bench_two_hosts.py --rate-mbit 100 --parallelisms hsdp --out /tmp/mine model.depth=4
+
+Two network namespaces stand for the hosts, a shaped veth pair for the link; torchrun starts two ranks in each, which
+share one core. The ranks train the real recipe with the real trainer. Overrides of its configuration may follow the
+options. docs/benchmarks/README.md says how to read what is written. Needs root and iproute2.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from two_hosts import report
 from two_hosts.cases import PARALLELISMS, Settings
-from two_hosts.launch import measure
-from two_hosts.network import Link
-m = json.loads(measure(Settings(Link(300), True, 2, tuple(PARALLELISMS), (1,4))))
-import statistics
-for c in m["cases"]:
-    print(c["parallelism"],c["mode"],c["reshard"],c["accum"],[round(w["seconds"],3) for w in c["windows"]],c["windows"][0]["inner_s"], c["windows"][0]["link_bytes"]/2**20,{k:round(v/2**20,2) for k,v in c["weight"].items()})
+from two_hosts.launch import RunError, measure
+from two_hosts.network import Link, NetworkError
+
+from cosmos_framework.utils.config import ConfigError
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        0 if everything was measured and written, 1 if it was refused or failed.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    settings = Settings(
+        link=Link(args.rate_mbit, args.latency_ms),
+        calibrate=args.calibrate,
+        rounds=args.rounds,
+        parallelisms=tuple(args.parallelisms),
+        accumulations=tuple(sorted(set(args.accumulations))),
+        overrides=tuple(args.overrides),
+    )
+    try:
+        measured = json.loads(measure(settings))
+    except (NetworkError, RunError, ConfigError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    report.write({"machine": report.describe_machine(), **measured}, args.out)
+    print(f"written to {args.out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate-mbit", type=_positive, default=200, help="rate of the link, Mbit/s each way")
+    parser.add_argument("--latency-ms", type=_not_negative, default=0, help="delay of the link, each way; needs netem")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="find the rate at which compute and sync of a micro-step of HSDP are as 10.8 to 11.4, from --rate-mbit on",
+    )
+    parser.add_argument("--rounds", type=_at_least_1, default=5, help="timed windows of each case")
+    parser.add_argument("--parallelisms", nargs="+", choices=PARALLELISMS, default=list(PARALLELISMS))
+    parser.add_argument("--accumulations", type=_at_least_1, nargs="+", default=[1, 2, 4, 8], metavar="N")
+    parser.add_argument("--out", type=Path, default=DOCS, help="folder to write to")
+    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="such as model.depth=4")
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+    return value
+
+
+def _at_least_1(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,6 +38,10 @@ RECIPE = (
     "trainer.callbacks.jsonl_metrics=null",
 )
 
+# Budgets of mode "auto", as shares of all that it could hold, and the micro-steps of its windows.
+AUTO_SHARES = (0.0, 0.25, 0.5, 0.75, math.inf)
+AUTO_ACCUM = 4
+
 
 @dataclass(frozen=True)
 class Case:
@@ -101,17 +105,34 @@ class Settings:
     def from_json(text: str) -> Settings:
         """Reads what `to_json` wrote."""
         fields = json.loads(text)
-        lists = {name: tuple(fields.pop(name)) for name in ("parallelisms", "accumulations", "overrides")}
-        return Settings(link=Link(**fields.pop("link")), **fields, **lists)
+        return Settings(
+            link=Link(**fields["link"]),
+            calibrate=fields["calibrate"],
+            rounds=fields["rounds"],
+            parallelisms=tuple(fields["parallelisms"]),
+            accumulations=tuple(fields["accumulations"]),
+            overrides=tuple(fields["overrides"]),
+        )
 
 
-def grid(parallelisms: Sequence[str], accumulations: Sequence[int]) -> list[Case]:
-    """Returns every combination that differs: DDP has one collective to put off and nothing to gather."""
-    cases = []
-    for parallelism, accum in itertools.product(parallelisms, accumulations):
-        if parallelism.startswith("ddp"):
-            cases += [Case(parallelism, mode, True, accum) for mode in ("none", "all_reduce")]
-            continue
-        modes = itertools.product(("none", "all_reduce", "grad_sync"), (True, False))
-        cases += [Case(parallelism, mode, reshard, accum) for mode, reshard in modes]
+def cases_of(settings: Settings, parameter_bytes: int) -> list[Case]:
+    """Returns every combination that differs, and the curve of mode "auto" where FSDP runs windows of that length.
+
+    Args:
+        settings: Which parallelisms and accumulations.
+        parameter_bytes: Of the whole model.
+    """
+    cases = [case for parallelism in settings.parallelisms for case in _grid(parallelism, settings.accumulations)]
+    if "fsdp" in settings.parallelisms and AUTO_ACCUM in settings.accumulations:
+        # All that can be held: the whole gradient, and every parameter.
+        whole_gib = 2 * parameter_bytes / 2**30
+        cases += [Case("fsdp", "auto", True, AUTO_ACCUM, share * whole_gib) for share in AUTO_SHARES]
     return cases
+
+
+def _grid(parallelism: str, accumulations: Sequence[int]) -> list[Case]:
+    """DDP has one collective to put off, and nothing to gather."""
+    of_ddp = [("none", True), ("all_reduce", True)]
+    of_fsdp = list(itertools.product(("none", "all_reduce", "grad_sync"), (True, False)))
+    kinds = of_ddp if parallelism.startswith("ddp") else of_fsdp
+    return [Case(parallelism, mode, reshard, accum) for accum in accumulations for mode, reshard in kinds]

@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from two_hosts.cases import Settings
-from two_hosts.network import INTERFACE, Host, two_hosts
+import cosmos_framework.scripts.train  # noqa: F401  (Hydra learns the recipes' fields)
+from cosmos_framework.utils.config import check_config, load_config
+from two_hosts.cases import PARALLELISMS, RECIPE, Settings
+from two_hosts.network import INTERFACE, Host, require_tools, two_hosts
 
 RANKS_PER_HOST = 2
 
@@ -38,28 +40,39 @@ def measure(settings: Settings) -> str:
 
     Raises:
         NetworkError: The hosts cannot be made.
+        ConfigError: The configuration cannot be trained.
         RunError: A rank failed.
         SystemExit: SIGTERM or SIGHUP came.
     """
     with _termination_raises(), tempfile.TemporaryDirectory(prefix="two-hosts-") as folder:
+        require_tools()
+        _require_trainable(settings, folder)
         (Path(folder) / "settings.json").write_text(settings.to_json())
         with two_hosts(settings.link) as hosts:
             _wait([_torchrun(host, index, hosts[0].address, folder) for index, host in enumerate(hosts)])
         return (Path(folder) / "measured.json").read_text()
 
 
+def _require_trainable(settings: Settings, folder: str) -> None:
+    """A rank would say the same, amid what torchrun has to say about ranks that end."""
+    for name in settings.parallelisms:
+        config = load_config([*RECIPE, f"dataset.root={folder}", *PARALLELISMS[name], *settings.overrides])
+        check_config(config, world_size=2 * RANKS_PER_HOST)
+
+
 def _torchrun(host: Host, index: int, master_address: str, folder: str) -> subprocess.Popen[bytes]:
     nodes = ["--nnodes=2", f"--node_rank={index}", f"--nproc_per_node={RANKS_PER_HOST}"]
     meeting_point = [f"--master_addr={master_address}", f"--master_port={_PORT}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting_point]
-    paths = [str(_SCRIPTS), str(_SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_SCRIPTS), os.environ.get("PYTHONPATH")])),
         "IMAGINAIRE_OUTPUT_ROOT": folder,
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
         # NCCL would find a way around the link.
         "CUDA_VISIBLE_DEVICES": "",
+        # The hosts have addresses and no names; torch would warn of that at every connection.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     return host.start([*torchrun, "-m", "two_hosts.worker", folder], environment)
 

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import matplotlib
 
@@ -18,6 +18,8 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 from two_hosts.summary import Ideal, Row  # noqa: E402
+
+K = TypeVar("K")
 
 COLOURS = {"none": "tab:gray", "all_reduce": "tab:blue", "grad_sync": "tab:orange"}
 TITLES = {"ddp": "DDP", "ddp_static_graph": "DDP, static_graph", "fsdp": "FSDP", "hsdp": "HSDP"}
@@ -31,7 +33,11 @@ def plot_window_time(rows: Sequence[Row], ideals: dict[str, Ideal], path: Path) 
             accums, seconds = [row.case.accum for row in line], [row.seconds for row in line]
             axes.plot(accums, seconds, **_style(mode, reshard), label=_label(mode, reshard))
             axes.fill_between(
-                accums, [row.fastest_s for row in line], [row.slowest_s for row in line], color=COLOURS[mode], alpha=0.15
+                accums,
+                [row.fastest_s for row in line],
+                [row.slowest_s for row in line],
+                color=COLOURS[mode],
+                alpha=0.15,
             )
         if parallelism in ideals:
             accums = sorted({row.case.accum for row in shown})
@@ -65,8 +71,9 @@ def plot_budgets(rows: Sequence[Row], path: Path) -> None:
     seconds = [row.seconds for row in curve]
     spread = [[row.seconds - row.fastest_s for row in curve], [row.slowest_s - row.seconds for row in curve]]
     axes.errorbar(held, seconds, yerr=spread, marker="o", label="auto")
-    if all(row.predicted_s is not None for row in curve):
-        axes.plot(held, [row.predicted_s for row in curve], color="black", linestyle=":", label="predicted")
+    predicted = [row.predicted_s for row in curve if row.predicted_s is not None]
+    if len(predicted) == len(curve):
+        axes.plot(held, predicted, color="black", linestyle=":", label="predicted")
     case = curve[0].case
     axes.set(
         title=f"{TITLES[case.parallelism]}, mode auto, {case.accum} micro-steps",
@@ -82,9 +89,7 @@ def _of_the_grid(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.case.mode in COLOURS]
 
 
-def _panels(
-    rows: Sequence[Row], draw: Callable[[Axes, str, list[Row]], None], ylabel: str, path: Path
-) -> None:
+def _panels(rows: Sequence[Row], draw: Callable[[Axes, str, list[Row]], None], ylabel: str, path: Path) -> None:
     by_parallelism = _grouped(rows, lambda row: row.case.parallelism)
     figure, all_axes = plt.subplots(
         1, len(by_parallelism), figsize=(4 * len(by_parallelism), 4), layout="constrained", squeeze=False
@@ -97,11 +102,14 @@ def _panels(
     _save(figure, path)
 
 
-def _grouped(rows: Sequence[Row], key: Callable[[Row], object]) -> list[tuple]:
-    return [(value, list(group)) for value, group in itertools.groupby(sorted(rows, key=key), key)]
+def _grouped(rows: Sequence[Row], key: Callable[[Row], K]) -> list[tuple[K, list[Row]]]:
+    groups: dict[K, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.items())
 
 
-def _style(mode: str, reshard: bool) -> dict[str, str]:
+def _style(mode: str, reshard: bool) -> dict[str, Any]:
     return {"color": COLOURS[mode], "linestyle": "-" if reshard else "--", "marker": "o" if reshard else "s"}
 
 

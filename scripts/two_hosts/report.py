@@ -16,9 +16,44 @@ from pathlib import Path
 from typing import Any
 
 from two_hosts import plots
-from two_hosts.summary import MIB, Ideal, Row, ideals_of, rows
+from two_hosts.summary import Ideal, Row, ideals_of, rows
 
 WINDOW_OF_INTEREST = 4
+
+_INTRODUCTION = """# What each mode costs and saves between two hosts
+
+`scripts/bench_two_hosts.py` wrote this page, the plots, `results.csv` and `results.json` (every single window):
+
+```bash
+sudo python scripts/bench_two_hosts.py --calibrate
+```
+
+It needs root, iproute2, and a machine on which nothing else runs. Two network namespaces stand for two hosts. A veth
+pair joins them, shaped by `tc tbf` at both ends. Two ranks in each, which share one core, train `recipe=action_policy`
+with the trainer of this package, on noise in the shapes of Meta-World's demonstrations. All cases are interleaved, in
+another order each round. `--calibrate` sets the link's rate so that the all-reduce of a micro-step of HSDP takes 11.4
+seconds where its compute takes 10.8, in proportion: what a user measured on two hosts of eight GPUs on Ethernet.
+"""
+
+_READING = """How to read it:
+
+- *s/window*: from a barrier until the slowest rank has stepped its optimizer; median of all rounds, and extremes.
+- *against none*: how many times faster than mode `none` with resharding, at the same N.
+- *N x compute + sync*: what a window would take that syncs once, and how far the measured time is above that. *Compute*
+  is a micro-step that sends nothing between the hosts: inside a window of HSDP's `all_reduce`, of FSDP's `grad_sync`
+  with parameters kept gathered, of DDP's deferral. *Sync* is what a window of one micro-step takes beyond that.
+- *predicted*: by `cosmos_framework.utils.accum_cost` from a few micro-steps measured before the rounds, and how far it
+  is above what was measured.
+- *link*: what both hosts sent in one window, as their interfaces count it: headers, acknowledgements, clipping's norm
+  and the barrier that ends the window are in it.
+- *gradient held*, *parameters kept*: on one rank, just before the boundary. Mode `none` holds its reduced gradient as
+  well, in `grad`, which is not counted here; DDP's held gradient is that `grad`.
+- *peak*: largest resident memory of a rank in a window above that before it, activations included. It is measured in
+  windows of their own, once a case, since looking takes time.
+
+A link of `tbf` has a rate and no distance: latency is that of the kernel unless `--latency-ms` is given. The two ranks
+of a host share a core with their own network stack, so part of a sync is computing here, which it is not on a GPU.
+"""
 
 
 def describe_machine() -> dict[str, Any]:

@@ -103,7 +103,9 @@ def ideals_of(measured: dict[str, Any]) -> dict[str, Ideal]:
         long = [entry for entry in silent if entry["windows"][0]["inner_s"] is not None]
         if long:
             compute_s = _median(max(long, key=_accum), "inner_s")
-            shortest = min((entry for entry in entries if Case.from_dict(entry) == Case.from_dict(entry).baseline), key=_accum)
+            shortest = min(
+                (entry for entry in entries if Case.from_dict(entry) == Case.from_dict(entry).baseline), key=_accum
+            )
             ideals[parallelism] = Ideal(compute_s, _median(shortest, "seconds") / _accum(shortest) - compute_s)
     return ideals
 

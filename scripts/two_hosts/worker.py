@@ -24,7 +24,7 @@ import torch
 
 from cosmos_framework.data.lerobot import Episode, write_dataset
 from cosmos_framework.utils import distributed, misc
-from two_hosts.cases import PARALLELISMS, RECIPE, Case, Settings, grid
+from two_hosts.cases import PARALLELISMS, RECIPE, Case, Settings, cases_of
 from two_hosts.network import Link, shape
 from two_hosts.trainee import Timing, Trainee, Weight
 
@@ -70,7 +70,8 @@ def _measure(settings: Settings, folder: Path) -> dict[str, Any]:
     link = settings.link
     if settings.calibrate:
         link = calibrate(trainees.get("hsdp") or _trainee("hsdp", settings, folder), link)
-    cases = grid(settings.parallelisms, settings.accumulations)
+    any_trainee = next(iter(trainees.values()))
+    cases = cases_of(settings, any_trainee.parameter_bytes)
     weights = _weigh(trainees, cases)
     timings: dict[Case, list[Timing]] = defaultdict(list)
     for index in range(settings.rounds):
@@ -78,7 +79,6 @@ def _measure(settings: Settings, folder: Path) -> dict[str, Any]:
         for case in random.Random(index).sample(cases, len(cases)):
             timings[case].append(trainees[case.parallelism].time_window(case))
         _say(f"round {index + 1} of {settings.rounds}: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
-    any_trainee = next(iter(trainees.values()))
     return {
         "link": asdict(link),
         "recipe": [*RECIPE, *settings.overrides],
