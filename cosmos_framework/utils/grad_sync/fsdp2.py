@@ -52,10 +52,13 @@ class FSDP2Backend:
             yield
 
     def _takes_part(self, group: ParamGroup) -> bool:
-        """Whether this window has to do with a group; if its user has switched a collective off it is torch's alone."""
-        choice = self._choices[group]
-        has_cause = choice.waits or choice.keeps_gathered or self._settings.reduce_unused_params or self._waits(group)
-        return bool(has_cause) and group.user_lets_reduce
+        """Whether this window has to do with a group; if its user has switched a collective off it is torch's alone.
+
+        In every mode but "none" that is so even if nothing waits: ranks that use different parameters are found out.
+        """
+        compares_ranks = self._settings.mode is not AccumMode.NONE and group.shard_size * group.replicate_size > 1
+        keeps_gathered, unused = self._choices[group].keeps_gathered, self._settings.reduce_unused_params
+        return (compares_ranks or keeps_gathered or unused or self._waits(group)) and group.user_lets_reduce
 
     def _waits(self, group: ParamGroup) -> bool:
         return group in self._held and self._held[group].is_waiting

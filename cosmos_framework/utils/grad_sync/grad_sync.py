@@ -150,7 +150,8 @@ class GradSync:
         Empty outside a window. While it is not, `grad` is incomplete or None: clipping, stepping or saving would
         silently miss gradients.
         """
-        return {name: nbytes for backend in self._backends or () for name, nbytes in backend.held_back().items()}
+        backends = self._backends if self._backends is not None and self._modules() else ()
+        return {name: nbytes for backend in backends for name, nbytes in backend.held_back().items()}
 
     def require_nothing_held_back(self, action: str) -> None:
         """Stops `action` (for the message: "an optimizer step", "a checkpoint") inside a window.
@@ -184,7 +185,7 @@ class GradSync:
 
     def _backends_to_clean(self) -> list[Backend]:
         try:
-            return self._find_backends() if self._backends is None else self._backends
+            return self._find_backends() if self._backends is None or not self._modules() else self._backends
         except fsdp2_state.UnsupportedTorchError:
             return []  # nothing was held back then; the exception that brought us here matters more
 

@@ -441,7 +441,7 @@ def assert_equal(errors_by_setup: dict[tuple[Wrap, str, bool], float]) -> None:
         assert error < (2e-2 if wrap.mixed else 1e-5), (wrap, mode, reshard)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "compiled" else n for n in CASES])
 @pytest.mark.parametrize(
     "wrap", [pytest.param(WRAPS[0], id="float32"), pytest.param(WRAPS[1], id="mixed", marks=pytest.mark.slow)]
 )

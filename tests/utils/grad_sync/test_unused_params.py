@@ -96,6 +96,7 @@ def errors(setups: list[Setup]) -> list[float]:
     return [max(map(worst_error, run(*sharded(setup)), reference())) for setup in setups]
 
 
+@pytest.mark.slow
 def test_each_rank_its_own_head(rank_pool: Any) -> None:
     """None only where no rank used the parameter: `worst_error` is infinite otherwise."""
     for found in rank_pool.run(errors, SETUPS):
@@ -130,13 +131,9 @@ def refused(setups: list[Setup]) -> None:
         assert worst_error(run(net, sync, in_turns)[0], expected_in_turns) < 1e-5, setup
 
 
-def lets_something_wait(setup: Setup) -> bool:
-    return setup.mode == "grad_sync" or (setup.mode == "all_reduce" and setup.mesh != "fsdp")
-
-
 def test_ranks_that_differ_without_saying_so_are_named(rank_pool: Any) -> None:
     """The gradients are refused on every rank, and gone, before an optimizer could step."""
-    setups = [setup for setup in SETUPS if lets_something_wait(setup) and not setup.mixed]
+    setups = [setup for setup in SETUPS if setup.mode != "none" and not setup.mixed]
     rank_pool.run(refused, [replace(setup, reduce_unused=False) for setup in setups])
 
 

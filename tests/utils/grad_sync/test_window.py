@@ -230,6 +230,7 @@ def generators_everywhere() -> None:
             assert worst_error(run_window(net, sync), wanted()) < 1e-5, (setup, taken)
 
 
+@pytest.mark.slow
 def test_generator_that_stops_inside_a_block(rank_pool: Any) -> None:
     rank_pool.run(generators_everywhere)
 
@@ -272,6 +273,7 @@ def boundaries_that_run_nothing() -> None:
             assert worst_error(boundary_that_runs_nothing(setup, forward), none) < 1e-5, (setup, forward)
 
 
+@pytest.mark.slow
 def test_boundary_without_a_backward_ends_the_window(rank_pool: Any) -> None:
     rank_pool.run(boundaries_that_run_nothing)
 
@@ -397,6 +399,43 @@ def test_every_flag_is_restored(rank_pool: Any) -> None:
     rank_pool.run(restored_everywhere)
 
 
+def closed_out_of_order(setup: Setup) -> None:
+    nets = [sharded(setup) for _ in range(2)]
+    for net, sync in nets:
+        run_window(net, sync)
+        net.zero_grad()
+    before = [flags(net) for net, _ in nets]
+
+    def suspended(index: int) -> Iterator[None]:
+        net, sync = nets[index]
+        with sync.micro_step(boundary=False):
+            micro_step(net, 0, "abh", 3)
+            yield
+
+    first, second = suspended(0), suspended(1)
+    next(first), next(second)
+    first.close()
+    assert_nothing_left(*nets[0])
+    with nets[1][1].micro_step(boundary=False):
+        micro_step(nets[1][0], 1, "abh", 3)
+    assert nets[1][1].held_back()
+    second.close()
+    assert [flags(net) for net, _ in nets] == before, setup
+    for net, sync in nets:
+        assert_nothing_left(net, sync)
+        assert worst_error(run_window(net, sync), wanted()) < 1e-5, setup
+
+
+def closed_out_of_order_everywhere() -> None:
+    start()
+    for setup in DEFERRING[::3]:
+        closed_out_of_order(setup)
+
+
+def test_blocks_close_in_any_order(rank_pool: Any) -> None:
+    rank_pool.run(closed_out_of_order_everywhere)
+
+
 def all_reduce_by_hand(setup: Setup) -> list[dict[str, Tensor | None]]:
     net, sync = sharded(setup)
     net.head.set_requires_all_reduce(False)  # type: ignore[operator, union-attr]
@@ -444,6 +483,7 @@ def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=False)
 
 
+@pytest.mark.slow
 def test_state_dict_in_mid_window(rank_pool: Any) -> None:
     rank_pool.run(states_everywhere)
 
@@ -456,9 +496,12 @@ def garbage_everywhere() -> None:
         for index, boundary in enumerate(windows):
             with ddp_sync_grad(net, boundary, setup.mode, setup.reshard):
                 micro_step(net, index, "abh", 1)
+        sync: Any = grad_sync_of(net)
         del net
         gc.collect()
         assert not [ref for ref in refs if ref() is not None], (setup, windows)
+        assert not sync.held_back()
+        sync.discard()
 
 
 def ddp_in_mid_window() -> None:
