@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        0 if everything was measured and written, 1 if it was refused or failed.
+        0 if everything was measured and written, 1 if it was refused or failed, 130 after Ctrl-C.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NetworkError, RunError, ConfigError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; the hosts are removed, nothing is written", file=sys.stderr)
+        return 130
     report.write({"machine": report.describe_machine(), **measured}, args.out)
     print(f"written to {args.out}")
     return 0

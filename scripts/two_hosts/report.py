@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import platform
 import re
@@ -162,7 +163,8 @@ def _cells(row: Row) -> list[str]:
 
 def _mode(row: Row) -> str:
     if row.case.memory_gib is not None:
-        return f"auto, {row.case.memory_gib * 1024:.1f} MiB"
+        is_limited = row.case.memory_gib < math.inf
+        return f"auto, {f'{row.case.memory_gib * 1024:.1f} MiB' if is_limited else 'all that saves'}"
     return row.case.mode if row.case.reshard else f"{row.case.mode}, kept gathered"
 
 

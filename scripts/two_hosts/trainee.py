@@ -103,8 +103,7 @@ class Trainee:
         trainer.grad_accum_iter = case.accum
         trainer.fsdp_accum_mode = case.mode
         trainer.fsdp_accum_reshard = case.reshard
-        if case.memory_gib is not None:
-            trainer.fsdp_accum_memory_gib = case.memory_gib
+        trainer.fsdp_accum_memory_gib = case.memory_gib or 0.0
 
     def time_window(self, case: Case) -> Timing:
         """Runs one window of `case` and times it."""
@@ -152,14 +151,33 @@ class Trainee:
 
 
 def start_of_peak() -> Callable[[], int]:
-    """Returns a function that tells how far resident memory has risen above what it is now, in bytes.
-
-    Memory that was freed goes back to the kernel first: a peak inside it would not be seen.
-    """
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    """Returns a function that tells how far resident memory has risen above what it is now, in bytes."""
+    _return_freed_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here, see proc(5)
     before = _status_bytes("VmRSS")
-    return lambda: _status_bytes("VmHWM") - before
+
+    def rise() -> int:
+        risen = _status_bytes("VmHWM") - before
+        _keep_freed_memory()
+        return risen
+
+    return rise
+
+
+# See mallopt(3).
+_LIBC, _TRIM_THRESHOLD, _MMAP_THRESHOLD = ctypes.CDLL("libc.so.6"), -1, -3
+
+
+def _return_freed_memory() -> None:
+    """Makes malloc give tensors back to the kernel at once, or a peak inside of what it keeps would not be seen."""
+    _LIBC.mallopt(_MMAP_THRESHOLD, 2**14)
+    _LIBC.malloc_trim(0)
+
+
+def _keep_freed_memory() -> None:
+    """Makes malloc as it is after some use, when it has learned that large tensors come again."""
+    _LIBC.mallopt(_MMAP_THRESHOLD, 2**25)
+    _LIBC.mallopt(_TRIM_THRESHOLD, 2**26)
 
 
 def _status_bytes(name: str) -> int:

@@ -8,6 +8,7 @@ FOLDER, which both hosts see, has `settings.json`; rank 0 adds `measured.json`.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import statistics
@@ -55,6 +56,8 @@ def main(folder: Path) -> None:
     """
     settings = Settings.from_json((folder / "settings.json").read_text())
     torch.set_num_threads(1)
+    # What a mode cannot save here is what is being measured.
+    logging.disable(logging.WARNING)
     distributed.init(timeout=timedelta(minutes=5))
     with misc.repeatable_cpu_numerics():
         measured = _measure(settings, folder)
