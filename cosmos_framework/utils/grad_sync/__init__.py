@@ -3,7 +3,8 @@
 """Gradient accumulation that synchronises once a window, exactly, under DDP and FSDP2.
 
 Read in this order: `accum_mode` (what may wait), `grad_sync` (the window), `backend` (what each kind of parallelism
-promises), `fsdp2` (the one rule that keeps FSDP2 exact) and `ddp`. Needs torch and the standard library alone.
+promises), `fsdp2` (the one rule that keeps FSDP2 exact), `choice` (what a memory budget is spent on) and `ddp`. Needs
+torch and the standard library alone.
 """
 
 from .accum_mode import AccumMode
