@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,19 +34,19 @@ class CommLedger(Callback):
     A window is timed from its first fetch until the optimizer has stepped. Its collectives are those from there to the
     hooks before the optimizer step, so that those of clipping stay out if this callback comes before it.
 
-    `comm_ledger.json` in the job's folder has in `optimizer_steps` one entry a window:
+    `comm_ledger.json` in the job's folder has in `optimizer_steps` one entry a window. Read the last one: the first
+    windows may have traffic of their own, since DDP's static graph always synchronises the very first backward, and
+    DDP arranges its buckets anew after its first reduction. In an entry are:
 
     - `seconds`: what the window took; `in_flight_seconds` and `in_flight_share`: for how much of that at least one
-      collective was in flight. Waiting for slower ranks is part of it; computation meanwhile is not subtracted, so
-      that a share of 0.3 is what training would gain at most on an endlessly fast link.
-    - `collectives`: `calls`, `bytes` (see `Collective`) and `seconds` (in flight) of each kind and mesh dimension.
-    - `saved_against_none`: how many more `fsdp_accum_mode=none` would have sent; negative where it sends less. In it
-      each micro-step would run what the fullest one ran, and each collective would take as long as those here. That is
-      exact if the micro-steps use the same parameters, but for parameters that stay gathered: of the gathers that they
-      spare those of the forward are known, not those of the backward.
-
-    The last entry is the one to read: the first windows may have traffic of their own, since DDP's static graph always
-    synchronises the very first backward, and DDP arranges its buckets after its first reduction.
+      collective was in flight. Waiting for slower ranks is part of it, and computation meanwhile is not subtracted: a
+      faster link cannot save more than this.
+    - `collectives`: `calls`, `bytes` (see `Collective`) and `seconds` in flight of each kind and mesh dimension.
+    - `saved_against_none`: what `fsdp_accum_mode=none` would have sent beyond that, negative where it sends less. In it
+      each micro-step would run what the fullest one ran, and each collective would take as long as its like here.
+      Calls are exact if all micro-steps use the same modules, bytes if these use all their parameters: FSDP2 leaves
+      unused ones out, a boundary does not. Of the gathers that parameters spare by staying gathered those of the
+      backward are not known, so that these are a lower bound.
     """
 
     def __init__(self, windows: int = 3) -> None:
@@ -68,17 +67,12 @@ class CommLedger(Callback):
         self._dimensions = mesh_dimensions(model)
 
     def on_before_dataloading(self, iteration: int = 0) -> None:
-        """Starts the clock with the first fetch of a window."""
+        """Starts with the first fetch of a window."""
         if self._window is None and self._left:
             self._window = _Window(CollectiveCounter(self._dimensions))
 
-    def on_training_step_batch_start(self, model: ImaginaireModel, data: dict[str, Any], iteration: int = 0) -> None:
-        """Counts from here; fetching stays out, since loaders' processes would inherit the counting."""
-        if self._window is not None:
-            self._window.resume()
-
     def on_after_backward(self, model: ImaginaireModel, iteration: int = 0) -> None:
-        """Remembers where the micro-step ends."""
+        """Remembers what the micro-step sent."""
         if self._window is not None:
             self._window.end_backward()
 
@@ -92,7 +86,7 @@ class CommLedger(Callback):
     ) -> None:
         """Ends the count at the boundary."""
         if self._window is not None:
-            self._window.pause()
+            self._window.end_count()
 
     def on_before_zero_grad(
         self,
@@ -109,18 +103,6 @@ class CommLedger(Callback):
         self._left -= 1
         if not self._left:
             self._write(model)
-
-    def on_training_step_batch_end(
-        self,
-        model: ImaginaireModel,
-        data_batch: dict[str, Any],
-        output_batch: dict[str, Any],
-        loss: torch.Tensor,
-        iteration: int = 0,
-    ) -> None:
-        """Interrupts the count until the next micro-step."""
-        if self._window is not None:
-            self._window.pause()
 
     def on_train_end(self, model: ImaginaireModel, iteration: int = 0) -> None:
         """Writes the ledger of a run that had fewer windows."""
@@ -151,7 +133,7 @@ class CommLedger(Callback):
 
     def _why_nothing_is_saved(self, model: ImaginaireModel) -> str:
         if self.config.trainer.grad_accum_iter == 1:
-            return "trainer.grad_accum_iter=1 leaves nothing to wait for, above 1 would save"
+            return "with trainer.grad_accum_iter=1 nothing can wait, only above 1"
         sync = distributed.grad_sync_of(model)
         reasons = [plan.no_effect for plan in sync.plan() if plan.no_effect] if sync is not None else []
         return "; ".join(dict.fromkeys(reasons)) or "no micro-step sent less than another"
@@ -161,18 +143,14 @@ class _Window:
     """The collectives of one window, and where its backwards end."""
 
     def __init__(self, counter: CollectiveCounter) -> None:
-        self._counter = counter
-        self._counting = ExitStack()
+        self._counter = counter.__enter__()
         self._ends: list[int] = []
-
-    def resume(self) -> None:
-        self._counting.enter_context(self._counter)
 
     def end_backward(self) -> None:
         self._ends.append(self._counter.count)
 
-    def pause(self) -> None:
-        self._counting.close()
+    def end_count(self) -> None:
+        self._counter.__exit__()
 
     def entry(self) -> dict[str, Any]:
         """Returns what the ledger says about the window, which ends now."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 KINDS = {
@@ -106,15 +106,16 @@ def mesh_dimensions(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
-class CollectiveCounter(TorchDispatchMode):
+class CollectiveCounter:
     """A context manager that counts and times the collectives issued inside it, forward and backward, gloo and NCCL.
 
     torch sends every collective of `torch.distributed`, FSDP2's and DDP's C++ reducer's alike, through the dispatcher
-    as an operator of the namespace `c10d`; a dispatch mode sees them (source: torch.utils._python_dispatch). They end
-    when the future of the `Work` that the operator returns is done. On CUDA both ends are taken by events on the
-    streams, since the host is ahead of them there.
+    as an operator of the namespace `c10d`. Inside the block these have a kernel of ours above the backend's (source:
+    torch.library.Library.impl), from whatever thread they are called; other operators cost what they cost outside, and
+    compiled code stays compiled. A collective ends when the future of the `Work` that it returns is done. On CUDA both
+    ends are taken by events on the streams, since the host is ahead of them there.
 
-    The mode costs a Python call for every operator inside it. It may be entered several times.
+    Blocks may be nested; each counts. What runs in inference mode passes by.
     """
 
     def __init__(self, dimensions: Mapping[str, str] | None = None) -> None:
@@ -124,15 +125,19 @@ class CollectiveCounter(TorchDispatchMode):
             dimensions: names of process groups' mesh dimensions, by the name of the group. A group that is not among
                 them is called `world`, or by its description.
         """
-        super().__init__()
         self._dimensions = dimensions or {}
         self._issued: list[_Issued] = []
         self._clock = _Clock()
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Lets compiled code run compiled, as in the rest of the run; torch would skip it under a mode."""
-        return True
+    def __enter__(self) -> CollectiveCounter:
+        _open_counters.append(self)
+        _kernels.install()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _open_counters.remove(self)
+        if not _open_counters:
+            _kernels.remove()
 
     @property
     def count(self) -> int:
@@ -165,24 +170,18 @@ class CollectiveCounter(TorchDispatchMode):
         """The number of collectives of one kind over one mesh dimension."""
         return self.totals().get((kind, dimension), Traffic()).calls
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        kind = KINDS.get(func._schema.name.split("::")[1]) if func.namespace == "c10d" else None
-        if kind is None:
-            return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        message = max((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), key=lambda tensor: tensor.nbytes)
+    def begin(self, kind: str, arguments: list[Any]) -> Callable[[], None]:
+        """Notes a collective that is about to be issued; returns what is to be called at its end."""
+        message = max((each for each in arguments if isinstance(each, torch.Tensor)), key=lambda tensor: tensor.nbytes)
         now = self._clock.now_on_stream if message.is_cuda else self._clock.now
-        issued = _Issued(kind, self._dimension(leaves), message.nbytes, start=now())
+        issued = _Issued(kind, self._dimension(arguments), message.nbytes, start=now())
         self._issued.append(issued)
-        result = func(*args, **kwargs)
-        _call_when_done(dist.Work.unbox(tree_leaves(result)[-1]), lambda: issued.end_at(now()))
-        return result
+        return lambda: issued.end_at(now())
 
-    def _dimension(self, leaves: list[Any]) -> str:
-        for leaf in leaves:
-            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-                group = dist.ProcessGroup.unbox(leaf)
+    def _dimension(self, arguments: list[Any]) -> str:
+        for each in arguments:
+            if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+                group = dist.ProcessGroup.unbox(each)
                 is_world = group == dist.group.WORLD
                 return self._dimensions.get(
                     group.group_name, "world" if is_world else group.group_desc.removeprefix("mesh_")
@@ -205,6 +204,39 @@ class _Issued:
 
     def end_at(self, end: Instant) -> None:
         self.end = end
+
+
+_open_counters: list[CollectiveCounter] = []
+
+
+class _Kernels:
+    """Kernels of the collectives' operators that tell the open counters, while there are any."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        if self._library is None:
+            self._library = torch.library.Library("c10d", "IMPL")
+            for name, kind in KINDS.items():
+                operator = getattr(torch.ops.c10d, name).default
+                self._library.impl(name, functools.partial(_observe, kind, operator), "Autograd", with_keyset=True)
+
+    def remove(self) -> None:
+        self._library = None
+
+
+_kernels = _Kernels()
+
+
+def _observe(kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    arguments = tree_leaves((args, kwargs))
+    ends = [counter.begin(kind, arguments) for counter in _open_counters]
+    result = operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+    work = dist.Work.unbox(tree_leaves(result)[-1])
+    for end in ends:
+        _call_when_done(work, end)
+    return result
 
 
 def _call_when_done(work: Any, callback: Callable[[], None]) -> None:

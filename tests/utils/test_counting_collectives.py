@@ -35,8 +35,9 @@ def issue_and_wait() -> None:
         dist.recv(signal, src=0)
         dist.all_reduce(torch.ones(5))
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        dist.all_reduce(torch.ones(1))
         return
-    with counter:
+    with CollectiveCounter() as outer, counter:
         work = dist.all_reduce(torch.ones(5), async_op=True)
         issued_s = counter.elapsed_s()
         assert counter.collectives()[0].end_s >= issued_s, "still in flight"
@@ -46,6 +47,8 @@ def issue_and_wait() -> None:
         completed_s = counter.elapsed_s()
         work.wait()
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+    dist.all_reduce(torch.ones(1))
+    assert outer.totals() == counter.totals(), "each of nested blocks counts"
     reduce, scatter = counter.collectives()
     assert 0 <= reduce.start_s <= issued_s <= reduce.end_s <= completed_s, "ends when it is done, not when waited for"
     assert completed_s <= scatter.start_s < scatter.end_s <= counter.elapsed_s()
