@@ -39,11 +39,11 @@ def plot_window_time(rows: Sequence[Row], ideals: dict[str, Ideal], path: Path) 
                 color=COLOURS[mode],
                 alpha=0.15,
             )
+        accums = sorted({row.case.accum for row in shown})
         if parallelism in ideals:
-            accums = sorted({row.case.accum for row in shown})
             ideal = [ideals[parallelism].window_s(accum) for accum in accums]
             axes.plot(accums, ideal, color="black", linestyle=":", label="N x compute + 1 x sync")
-        axes.set_xlabel("micro-steps of a window, N")
+        axes.set(xlabel="micro-steps of a window, N", xticks=accums)
 
     _panels(_of_the_grid(rows), draw, "seconds per window", path)
 

@@ -100,9 +100,9 @@ def ideals_of(measured: dict[str, Any]) -> dict[str, Ideal]:
     for parallelism, (mode, reshard) in _SILENT.items():
         entries = [entry for entry in measured["cases"] if entry["parallelism"] == parallelism]
         silent = [entry for entry in entries if (entry["mode"], entry["reshard"]) == (mode, reshard)]
-        long = [entry for entry in silent if entry["windows"][0]["inner_s"] is not None]
+        long = [entry for entry in silent if _accum(entry) > 2]
         if long:
-            compute_s = _median(max(long, key=_accum), "inner_s")
+            compute_s = _median_inner_s(max(long, key=_accum))
             shortest = min(
                 (entry for entry in entries if Case.from_dict(entry) == Case.from_dict(entry).baseline), key=_accum
             )
@@ -136,3 +136,8 @@ def _accum(entry: dict[str, Any]) -> int:
 
 def _median(entry: dict[str, Any], name: str) -> float:
     return statistics.median(window[name] for window in entry["windows"])
+
+
+def _median_inner_s(entry: dict[str, Any]) -> float:
+    """Of the micro-steps between a window's first and its boundary."""
+    return statistics.median(statistics.mean(window["steps_s"][1:-1]) for window in entry["windows"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,15 +37,19 @@ class Timing:
 
     Attributes:
         seconds: From a barrier until the slowest rank has stepped its optimizer.
-        inner_s: Mean seconds of a micro-step that is neither the window's first nor its boundary, on the slowest rank;
-            None if there is none.
+        steps_s: Seconds of each micro-step, means over the ranks: one that is ahead waits in the next sync.
         link_bytes: Bytes that both hosts sent over the link, as their interfaces count them: headers,
             acknowledgements and the closing barrier included.
     """
 
     seconds: float
-    inner_s: float | None
+    steps_s: tuple[float, ...]
     link_bytes: int
+
+    @property
+    def inner_s(self) -> float:
+        """Mean seconds of the micro-steps between the first and the boundary, of which there must be one."""
+        return statistics.mean(self.steps_s[1:-1])
 
 
 @dataclass(frozen=True)
@@ -116,10 +121,9 @@ class Trainee:
             moments.append(time.perf_counter())
         distributed.barrier()
         sent = sent_bytes() - sent_before if distributed.get_rank() in _one_rank_a_host() else 0
-        inner = [end - begin for begin, end in itertools.pairwise(moments[1:-1])]
-        inner_s = sum(inner) / len(inner) if inner else None
-        seconds, inner_seconds, sents = zip(*_from_all_ranks((moments[-1] - moments[0], inner_s, sent)), strict=True)
-        return Timing(max(seconds), max(inner_seconds) if inner else None, sum(sents))
+        own_steps_s = [end - begin for begin, end in itertools.pairwise(moments)]
+        seconds, steps_s, sents = zip(*_from_all_ranks((sum(own_steps_s), own_steps_s, sent)), strict=True)
+        return Timing(max(seconds), tuple(map(statistics.mean, zip(*steps_s, strict=True))), sum(sents))
 
     def weigh_window(self, case: Case) -> Weight:
         """Runs one window of `case` and weighs it; looking costs time, so that it is not timed."""

@@ -140,12 +140,9 @@ def calibrate(trainee: Trainee, link: Link) -> Link:
 def measure_micro_step(trainee: Trainee, windows: int = 4) -> MicroStep:
     """Measures compute and sync of one micro-step, medians over `windows` windows of each kind in turns."""
     waits, syncs = Case("hsdp", "all_reduce", True, 6), Case("hsdp", "none", True, 6)
-    compute, both = [], []
-    for _ in range(windows):
-        compute.append(trainee.time_window(waits).inner_s)
-        both.append(trainee.time_window(syncs).inner_s)
-    compute_s = statistics.median(filter(None, compute))
-    return MicroStep(compute_s, statistics.median(filter(None, both)) - compute_s)
+    pairs = [(trainee.time_window(waits).inner_s, trainee.time_window(syncs).inner_s) for _ in range(windows)]
+    compute_s, both_s = map(statistics.median, zip(*pairs, strict=True))
+    return MicroStep(compute_s, both_s - compute_s)
 
 
 def _weigh(trainees: dict[str, Trainee], cases: list[Case]) -> dict[Case, Weight]:
