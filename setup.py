@@ -26,5 +26,10 @@ setup(
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "attrs", "pydantic"],
         "upstream": ["libcst"],
     },
-    entry_points={"console_scripts": ["cosmos-train=cosmos_framework.scripts.train:main"]},
+    entry_points={
+        "console_scripts": [
+            "cosmos-train=cosmos_framework.scripts.train:main",
+            "cosmos-accum-plan=cosmos_framework.scripts.accum_plan:main",
+        ]
+    },
 )
