@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ class CommLedger(Callback):
     - `saved_against_none`: what `fsdp_accum_mode=none` would have sent beyond that, negative where it sends less. In it
       each micro-step would run what the fullest one ran, and each collective would take as long as its like here.
       Calls are exact if all micro-steps use the same modules, bytes if these use all their parameters: FSDP2 leaves
-      unused ones out, a boundary does not. Of the gathers that parameters spare by staying gathered those of the
-      backward are not known, so that these are a lower bound.
+      unused ones out, a boundary does not. Gathers that parameters spare in the backward by staying gathered do not
+      run in any micro-step; the plan of the model's `GradSync` tells them.
     """
 
     def __init__(self, windows: int = 3) -> None:
@@ -98,7 +99,7 @@ class CommLedger(Callback):
         """Ends the window, and writes the ledger after the last one."""
         if self._window is None:
             return
-        self._steps.append({"iteration": iteration + 1, **self._window.entry()})
+        self._steps.append({"iteration": iteration + 1, **self._window.entry(_regathers(model))})
         self._window = None
         self._left -= 1
         if not self._left:
@@ -152,14 +153,14 @@ class _Window:
     def end_count(self) -> None:
         self._counter.__exit__()
 
-    def entry(self) -> dict[str, Any]:
-        """Returns what the ledger says about the window, which ends now."""
+    def entry(self, regathers: Totals) -> dict[str, Any]:
+        """Returns what the ledger says about the window, which ends now; see `saved_against_none`."""
         collectives = self._counter.collectives()
         seconds, in_flight = self._counter.elapsed_s(), in_flight_s(collectives)
         micro_steps = [totals_of(collectives[start:end]) for start, end in pairwise([0, *self._ends])]
         sent = totals_of(collectives)
         seconds_of = {key: in_flight_s(each for each in collectives if each.key == key) for key in sent}
-        saved = saved_against_none(micro_steps, sent)
+        saved = saved_against_none(micro_steps, sent, regathers)
         return {
             "seconds": seconds,
             "in_flight_seconds": in_flight,
@@ -171,14 +172,26 @@ class _Window:
         }
 
 
-def saved_against_none(micro_steps: list[Totals], sent: Totals) -> Totals:
+def _regathers(model: ImaginaireModel) -> Totals:
+    """Returns the all-gathers that each backward spares since parameters stay gathered."""
+    sync = distributed.grad_sync_of(model)
+    totals: Totals = defaultdict(Traffic)
+    for plan in sync.plan() if sync is not None else []:
+        for dimension, (calls, size) in plan.regathers.items():
+            totals["all_gather", dimension].calls += calls
+            totals["all_gather", dimension].bytes += size
+    return totals
+
+
+def saved_against_none(micro_steps: list[Totals], sent: Totals, regathers: Totals) -> Totals:
     """Returns what a window that defers nothing would send beyond what this one sent.
 
-    Nothing is assumed about which collectives wait: without deferral each micro-step runs what the fullest one runs.
+    Nothing is assumed about which reductions wait: without deferral each micro-step runs what the fullest one runs.
 
     Args:
         micro_steps: what each micro-step sent until its backward ended.
         sent: what the window sent, after the last backward as well.
+        regathers: what each backward spares since parameters stay gathered; no micro-step shows it.
 
     Returns:
         The difference where there is one, negative for what such a window would not send.
@@ -186,8 +199,9 @@ def saved_against_none(micro_steps: list[Totals], sent: Totals) -> Totals:
     saved = {}
     for key, traffic in sent.items():
         each = [totals.get(key, Traffic()) for totals in micro_steps]
-        fullest = Traffic(max(step.calls for step in each), max(step.bytes for step in each))
-        saved[key] = Traffic(len(each) * fullest.calls - traffic.calls, len(each) * fullest.bytes - traffic.bytes)
+        more = regathers.get(key, Traffic())
+        calls, size = (max(step.calls for step in each) + more.calls, max(step.bytes for step in each) + more.bytes)
+        saved[key] = Traffic(len(each) * calls - traffic.calls, len(each) * size - traffic.bytes)
     return {key: traffic for key, traffic in saved.items() if traffic != Traffic()}
 
 
@@ -210,9 +224,7 @@ def _saved_in_words(step: dict[str, Any]) -> str:
     """Returns nothing if nothing was saved."""
     sent = {_key(entry): entry["calls"] for entry in step["collectives"]}
     spared = [
-        f"at least {entry['calls']} {_what(entry)}"
-        if entry["collective"] == "all_gather"
-        else f"{entry['calls']} of {entry['calls'] + sent[_key(entry)]} {_what(entry)}"
+        f"{entry['calls']} of {entry['calls'] + sent[_key(entry)]} {_what(entry)}"
         for entry in step["saved_against_none"]
         if entry["calls"] > 0
     ]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .accum_mode import AccumMode
@@ -59,6 +59,8 @@ class Plan:
         no_effect: why the mode saves nothing here and what would; empty if it does save something.
         held_bytes: bytes of gradient that each rank holds from the first micro-step to the boundary, beyond what mode
             "none" holds.
+        regathers: by mesh dimension, number and bytes of the all-gathers that each backward would run if parameters
+            did not stay gathered.
         gathered_bytes: bytes of parameters that each rank keeps gathered from the first micro-step to the boundary.
         notes: what else whoever runs this should know, each a sentence with its remedy.
     """
@@ -71,6 +73,7 @@ class Plan:
     no_effect: str = ""
     held_bytes: int = 0
     gathered_bytes: int = 0
+    regathers: dict[str, tuple[int, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:

@@ -232,6 +232,7 @@ class FSDP2Backend:
             no_effect="" if once else self._why_nothing_waits(choice, groups),
             held_bytes=sum(map(bytes_held[choice.waits], groups)) if choice.waits else 0,
             gathered_bytes=sum(group.gathered_bytes for group in groups) if choice.keeps_gathered else 0,
+            regathers=_regathers(groups) if choice.keeps_gathered else {},
             notes=self._notes(groups) if choice.waits else (),
         )
 
@@ -308,6 +309,16 @@ def _dims(group: ParamGroup) -> tuple[str, ...]:
 
 def _mesh_text(group: ParamGroup) -> str:
     return "x".join(map(str, group.mesh.shape)) + f" ({', '.join(_dims(group))})"
+
+
+def _regathers(groups: list[ParamGroup]) -> dict[str, tuple[int, int]]:
+    """Number and bytes of the all-gathers in a backward, by mesh dimension."""
+    found: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        if group.shard_size > 1 and len(group.gathers) > 1:
+            calls, nbytes = found.get(_dims(group)[-1], (0, 0))
+            found[_dims(group)[-1]] = calls + 1, nbytes + group.gathered_bytes
+    return found
 
 
 def _reductions(group: ParamGroup) -> tuple[str, ...]:
