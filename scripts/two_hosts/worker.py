@@ -24,10 +24,14 @@ import numpy as np
 import torch
 
 from cosmos_framework.data.lerobot import Episode, write_dataset
+from cosmos_framework.scripts.train import build_dataloaders
+from cosmos_framework.trainer.trial import Trial, measure
 from cosmos_framework.utils import distributed, misc
+from cosmos_framework.utils.accum_cost import Figures, Way, predict
+from cosmos_framework.utils.config import load_config
 from two_hosts.cases import PARALLELISMS, RECIPE, Case, Settings, cases_of
 from two_hosts.network import Link, shape
-from two_hosts.trainee import Timing, Trainee, Weight
+from two_hosts.windows import Timing, Weight, parameter_bytes, time_window, weigh_window
 
 # Compute and sync of one micro-batch, in seconds, on the two hosts that the user measured.
 USERS_SYNC_TO_COMPUTE = 11.4 / 10.8
@@ -69,29 +73,41 @@ def main(folder: Path) -> None:
 
 def _measure(settings: Settings, folder: Path) -> dict[str, Any]:
     _write_demonstrations(folder / "dataset")
-    trainees = {name: _trainee(name, settings, folder) for name in settings.parallelisms}
+    trials = {name: _trial(name, settings, folder) for name in settings.parallelisms}
     link = settings.link
     if settings.calibrate:
-        link = calibrate(trainees.get("hsdp") or _trainee("hsdp", settings, folder), link)
-    any_trainee = next(iter(trainees.values()))
-    cases = cases_of(settings, any_trainee.parameter_bytes)
-    weights = _weigh(trainees, cases)
+        link = calibrate(trials.get("hsdp") or _trial("hsdp", settings, folder), link)
+    any_trial = next(iter(trials.values()))
+    cases = cases_of(settings, parameter_bytes(any_trial))
+    figures = _figures(trials)
+    weights = _weigh(trials, cases)
     timings: dict[Case, list[Timing]] = defaultdict(list)
     for index in range(settings.rounds):
         begin = time.perf_counter()
         for case in random.Random(index).sample(cases, len(cases)):
-            timings[case].append(trainees[case.parallelism].time_window(case))
+            timings[case].append(time_window(trials[case.parallelism], case))
         _say(f"round {index + 1} of {settings.rounds}: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
     return {
         "link": asdict(link),
         "recipe": [*RECIPE, *settings.overrides],
-        "parameters": any_trainee.parameter_bytes // 4,
-        "samples_per_micro_step": any_trainee.samples_per_micro_step,
+        "parameters": sum(parameter.numel() for parameter in any_trial.model.parameters()),
+        "samples_per_micro_step": any_trial.samples_per_micro_step,
         "cases": [
-            {**case.to_dict(), "weight": asdict(weights[case]), "windows": [asdict(timing) for timing in timings[case]]}
+            {
+                **case.to_dict(),
+                "predicted_s": predicted_s(figures[case.parallelism], case),
+                "weight": asdict(weights[case]),
+                "windows": [asdict(timing) for timing in timings[case]],
+            }
             for case in cases
         ],
     }
+
+
+def predicted_s(figures: Figures, case: Case) -> float | None:
+    """Returns what `cosmos-accum-plan` says that a window of `case` takes; nothing of mode "auto"."""
+    way = Way(case.mode, case.reshard)
+    return predict(figures, way, case.accum).window_s if way in figures.costs else None
 
 
 def _write_demonstrations(root: Path) -> None:
@@ -104,26 +120,28 @@ def _write_demonstrations(root: Path) -> None:
     distributed.barrier()
 
 
-def _trainee(name: str, settings: Settings, folder: Path) -> Trainee:
+def _trial(name: str, settings: Settings, folder: Path) -> Trial:
     job = [f"dataset.root={folder / 'dataset'}", f"job.name={name}"]
-    trainee = Trainee([*RECIPE, *job, *PARALLELISMS[name], *settings.overrides])
+    config = load_config([*RECIPE, *job, *PARALLELISMS[name], *settings.overrides])
+    dataloader, _ = build_dataloaders(config)
+    trial = Trial(config, dataloader)
     # The optimizer makes its state, and DDP's static graph records itself.
-    trainee.time_window(Case(name, "none", True, 1))
-    return trainee
+    time_window(trial, Case(name, "none", True, 1))
+    return trial
 
 
-def calibrate(trainee: Trainee, link: Link) -> Link:
+def calibrate(trial: Trial, link: Link) -> Link:
     """Finds the rate at which compute and sync are in the user's proportion, and leaves the link at it.
 
     Args:
-        trainee: Under HSDP.
+        trial: Under HSDP.
         link: Where to start.
 
     Returns:
         The link as it is then; on a busy machine its proportion can be off, which the results tell.
     """
     for _ in range(CALIBRATION_ATTEMPTS):
-        step = measure_micro_step(trainee)
+        step = measure_micro_step(trial)
         excess = step.sync_s / step.compute_s / USERS_SYNC_TO_COMPUTE
         _say(f"{link.rate_mbit:.1f} Mbit/s: compute {step.compute_s:.3f} s, sync {step.sync_s:.3f} s a micro-step")
         if abs(excess - 1) <= CALIBRATION_TOLERANCE:
@@ -137,18 +155,25 @@ def calibrate(trainee: Trainee, link: Link) -> Link:
     return link
 
 
-def measure_micro_step(trainee: Trainee, windows: int = 4) -> MicroStep:
+def measure_micro_step(trial: Trial, windows: int = 4) -> MicroStep:
     """Measures compute and sync of one micro-step, medians over `windows` windows of each kind in turns."""
     waits, syncs = Case("hsdp", "all_reduce", True, 6), Case("hsdp", "none", True, 6)
-    pairs = [(trainee.time_window(waits).inner_s, trainee.time_window(syncs).inner_s) for _ in range(windows)]
+    pairs = [(time_window(trial, waits).inner_s, time_window(trial, syncs).inner_s) for _ in range(windows)]
     compute_s, both_s = map(statistics.median, zip(*pairs, strict=True))
     return MicroStep(compute_s, both_s - compute_s)
 
 
-def _weigh(trainees: dict[str, Trainee], cases: list[Case]) -> dict[Case, Weight]:
+def _figures(trials: dict[str, Trial]) -> dict[str, Figures]:
+    begin = time.perf_counter()
+    figures = {name: measure(trial) for name, trial in trials.items()}
+    _say(f"micro-steps measured for the predictions: {time.perf_counter() - begin:.0f} s")
+    return figures
+
+
+def _weigh(trials: dict[str, Trial], cases: list[Case]) -> dict[Case, Weight]:
     """Weighs every case, which warms it up for the timed windows as well."""
     begin = time.perf_counter()
-    weights = {case: trainees[case.parallelism].weigh_window(case) for case in cases}
+    weights = {case: weigh_window(trials[case.parallelism], case) for case in cases}
     _say(f"warm-up, in which memory is measured: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
     return weights
 
