@@ -58,9 +58,16 @@ class Trial:
         """Samples of a micro-step, over all ranks."""
         return misc.batch_size(self._micro_batches[0]) * distributed.get_world_size()
 
-    def configure(self, way: Way, accum: int) -> None:
-        """Makes the following windows `accum` micro-steps long, accumulated as `way` says."""
+    def configure(self, way: Way, accum: int, memory_gib: float = 0.0) -> None:
+        """Makes the following windows `accum` micro-steps long, accumulated as `way` says.
+
+        Args:
+            way: The mode, and whether parameters are freed.
+            accum: Number of micro-steps.
+            memory_gib: Budget of mode "auto".
+        """
         trainer = self.trainer.config.trainer
+        trainer.fsdp_accum_memory_gib = memory_gib
         trainer.grad_accum_iter = accum
         trainer.fsdp_accum_mode = way.mode
         trainer.fsdp_accum_reshard = way.reshard

@@ -110,8 +110,7 @@ def weigh_window(trial: Trial, case: Case) -> Weight:
 
 
 def _configure(trial: Trial, case: Case) -> None:
-    trial.configure(Way(case.mode, case.reshard), case.accum)
-    trial.trainer.config.trainer.fsdp_accum_memory_gib = case.memory_gib or 0.0
+    trial.configure(Way(case.mode, case.reshard), case.accum, case.memory_gib or 0.0)
 
 
 def _gathered_bytes(trial: Trial) -> int:
