@@ -17,6 +17,7 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "two-hosts",
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
+from two_hosts.cases import Case  # noqa: E402
 from two_hosts.summary import Ideal, Row  # noqa: E402
 
 K = TypeVar("K")
@@ -54,27 +55,32 @@ def plot_time_against_memory(rows: Sequence[Row], accum: int, path: Path) -> Non
     def draw(axes: Axes, parallelism: str, shown: list[Row]) -> None:
         for row in shown:
             mode, reshard = row.case.mode, row.case.reshard
-            spread = [[row.seconds - row.fastest_s], [row.slowest_s - row.seconds]]
             style = _style(mode, reshard) | {"linestyle": "none"}
-            axes.errorbar([row.peak_mib], [row.seconds], yerr=spread, **style, label=_label(mode, reshard))
-        axes.set_xlabel("peak inside a window, MiB per rank")
+            axes.errorbar([row.peak_mib], [row.seconds], yerr=_spread([row]), **style, label=_label(mode, reshard))
+        axes.set(xlabel="peak inside a window, MiB per rank", xlim=(0, None))
 
     shown = [row for row in _of_the_grid(rows) if row.case.accum == accum]
     _panels(shown, draw, f"seconds per window of {accum}", path)
 
 
 def plot_budgets(rows: Sequence[Row], path: Path) -> None:
-    """Draws the seconds of a window in mode "auto" against the memory that its budget let it hold."""
-    curve = sorted((row for row in rows if row.case.mode == "auto"), key=lambda row: row.held_mib + row.gathered_mib)
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    held = [row.held_mib + row.gathered_mib for row in curve]
-    seconds = [row.seconds for row in curve]
-    spread = [[row.seconds - row.fastest_s for row in curve], [row.slowest_s - row.seconds for row in curve]]
-    axes.errorbar(held, seconds, yerr=spread, marker="o", label="auto")
-    predicted = [row.predicted_s for row in curve if row.predicted_s is not None]
-    if len(predicted) == len(curve):
-        axes.plot(held, predicted, color="black", linestyle=":", label="predicted")
+    """Draws the seconds of a window in mode "auto" against what its budget let it hold, with the modes at both ends."""
+    curve = sorted((row for row in rows if row.case.mode == "auto"), key=_held_mib)
     case = curve[0].case
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    axes.errorbar(
+        [*map(_held_mib, curve)],
+        [row.seconds for row in curve],
+        yerr=_spread(curve),
+        marker="o",
+        color="tab:green",
+        label="auto",
+    )
+    for mode, reshard in (("all_reduce", True), ("grad_sync", False)):
+        for row in rows:
+            if row.case == Case(case.parallelism, mode, reshard, case.accum):
+                style = _style(mode, reshard) | {"linestyle": "none", "markersize": 10, "fillstyle": "none"}
+                axes.plot([_held_mib(row)], [row.seconds], **style, label=_label(mode, reshard))
     axes.set(
         title=f"{TITLES[case.parallelism]}, mode auto, {case.accum} micro-steps",
         xlabel="gradient held and parameters kept, MiB per rank",
@@ -83,6 +89,14 @@ def plot_budgets(rows: Sequence[Row], path: Path) -> None:
     )
     axes.legend()
     _save(figure, path)
+
+
+def _held_mib(row: Row) -> float:
+    return row.held_mib + row.gathered_mib
+
+
+def _spread(shown: Sequence[Row]) -> list[list[float]]:
+    return [[row.seconds - row.fastest_s for row in shown], [row.slowest_s - row.seconds for row in shown]]
 
 
 def _of_the_grid(rows: Sequence[Row]) -> list[Row]:
