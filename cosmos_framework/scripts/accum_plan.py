@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from cosmos_framework.scripts.arguments import count, not_negative, positive
 from cosmos_framework.scripts.train import build_dataloaders
 from cosmos_framework.trainer.trial import Trial, measure
 from cosmos_framework.utils import distributed, misc
@@ -68,24 +69,24 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--accum", type=_counts, default=[1, 2, 4, 8], metavar="N,N,…", help="micro-steps of a window")
-    parser.add_argument("--memory-gib", type=_not_negative, help="GiB that each rank can spare; no limit without it")
+    parser.add_argument("--memory-gib", type=not_negative, help="GiB that each rank can spare; no limit without it")
     parser.add_argument("--plot", type=_picture, metavar="FILE", help="draws the predictions, as .png, .svg or .pdf")
     measured = parser.add_argument_group("measured")
-    measured.add_argument("--repeats", type=_count, default=3, help="windows that a median is of")
+    measured.add_argument("--repeats", type=count, default=3, help="windows that a median is of")
     measured.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="such as parallelism=hsdp")
     given = parser.add_argument_group("given", "seconds that one micro-step takes, or waits for all its collectives")
-    given.add_argument("--compute-s", type=_positive, help="forward and backward alone")
-    given.add_argument("--all-reduce-s", type=_not_negative, help="gradients over dp_replicate")
-    given.add_argument("--reduce-scatter-s", type=_not_negative, help="gradients over dp_shard")
+    given.add_argument("--compute-s", type=positive, help="forward and backward alone")
+    given.add_argument("--all-reduce-s", type=not_negative, help="gradients over dp_replicate")
+    given.add_argument("--reduce-scatter-s", type=not_negative, help="gradients over dp_shard")
     given.add_argument(
-        "--all-gather-s", type=_not_negative, help="parameters over dp_shard, once; resharding does it twice"
+        "--all-gather-s", type=not_negative, help="parameters over dp_shard, once; resharding does it twice"
     )
-    given.add_argument("--parameters", type=_whole, help="of the whole model, such as 2e9")
-    given.add_argument("--shard-degree", type=_count, help="ranks that hold one copy together")
-    given.add_argument("--replicate-degree", type=_count, help="number of copies")
-    given.add_argument("--param-bytes", type=_count, help="bytes of a gathered parameter (2: bfloat16)")
-    given.add_argument("--reduce-bytes", type=_count, help="bytes of a gradient when it is reduced (4: float32)")
-    given.add_argument("--samples-per-micro-step", type=_count, help="over all ranks")
+    given.add_argument("--parameters", type=count, help="of the whole model, such as 2e9")
+    given.add_argument("--shard-degree", type=count, help="ranks that hold one copy together")
+    given.add_argument("--replicate-degree", type=count, help="number of copies")
+    given.add_argument("--param-bytes", type=count, help="bytes of a gathered parameter (2: bfloat16)")
+    given.add_argument("--reduce-bytes", type=count, help="bytes of a gradient when it is reduced (4: float32)")
+    given.add_argument("--samples-per-micro-step", type=count, help="over all ranks")
     return parser
 
 
@@ -207,36 +208,8 @@ def _plot(windows: dict[int, list[Prediction]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be a finite number above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return value
-
-
-def _whole(text: str) -> int:
-    value = float(text)
-    if not value >= 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1, such as 2e9")
-    return int(value)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
-    return value
-
-
 def _counts(text: str) -> list[int]:
-    return sorted({_count(each) for each in text.split(",")})
+    return sorted({count(each) for each in text.split(",")})
 
 
 def _picture(text: str) -> Path:

@@ -69,7 +69,7 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], argv: lis
         (["--compute-s", "1", "--all-reduce-s", "-1"], "at least 0"),
         (["--accum", "4,0"], "at least 1"),
         (["--memory-gib", "nan"], "at least 0"),
-        (["--parameters", "1.5"], "such as 2e9"),
+        (["--parameters", "1.5"], "whole number of at least 1"),
         (["--plot", "plan.gif"], ".png, .svg or .pdf"),
         (["--plot", "/nowhere/plan.png"], "existing folder"),
     ],
