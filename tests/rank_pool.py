@@ -9,12 +9,21 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+# What tests of the trainer import, torch._dynamo among it at the first optimizer: once here, not once in each rank.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "tests.tiny",
+    "cosmos_framework.trainer",
+]
 GRACE_S = 5.0
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
@@ -29,7 +38,7 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(
@@ -59,6 +68,25 @@ class RankPool:
             self.close()
             raise RankError("\n".join(failures))
         return [value for _, value in answers]
+
+    def run_cases(
+        self, fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], world_size: int | None = None
+    ) -> dict[str, list[Any]]:
+        """Runs `fn(*args)` for the arguments of each case, one after another in one process group.
+
+        Args:
+            fn: a function at a module's top level.
+            cases: picklable arguments by the name of the case.
+            world_size: how many of the pool's ranks take part; all by default.
+
+        Returns:
+            The results by rank, by the name of the case.
+
+        Raises:
+            RankError: a rank raised, in the case that the message names, or hung.
+        """
+        by_rank = self.run(_each_case, fn, dict(cases), world_size=world_size)
+        return {name: [results[name] for results in by_rank] for name in cases}
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -91,6 +119,16 @@ class RankPool:
         return answers
 
 
+def _each_case(fn: Callable[..., Any], cases: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    results = {}
+    for name, args in cases.items():
+        try:
+            results[name] = fn(*args)
+        except Exception as error:
+            raise AssertionError(f"in the case {name}") from error
+    return results
+
+
 def _serve(connection: Connection) -> None:
     import torch
 
@@ -111,6 +149,7 @@ def _answer(task: bytes) -> bytes:
         store = dist.FileStore(store_path, world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
         try:
+            dist.barrier()  # a rank that is done at once must not leave while others still connect to it
             return pickle.dumps((True, fn(*args)))
         finally:
             dist.destroy_process_group()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ LAYOUTS = {
     "hsdp": ["model.parallelism.data_parallel_replicate_degree=2"],
     "replicate_only": ["model.parallelism.data_parallel_replicate_degree=4"],
 }
-
+MODES = ["none", "all_reduce", "grad_sync"]
 
 WINDOWS_SEEN: list[dict[str, torch.Tensor | None]] = []
 
@@ -60,7 +61,7 @@ def schedule_of(layout: str) -> str:
     return "left" if layout == "ddp_static_graph" else SCHEDULE
 
 
-def train(folder: str, layout: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def train(folder: Path, layout: str, *overrides: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = TinyModel()
     if layout == "ddp_static_graph":
@@ -106,25 +107,33 @@ def reference(layout: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor
     return windows, full_tensors(model)
 
 
+class Trained:
+    """What each way of accumulating gave under one layout, and what it should have given."""
+
+    def __init__(self, rank_pool: Any, folder: Path, layout: str) -> None:
+        self.layout = layout
+        self.windows, self.parameters = reference(layout)
+        ways = {f"{mode} {reshard}": (mode, reshard) for mode in MODES for reshard in (True, False)}
+        cases = {
+            name: (folder / name, layout, f"trainer.fsdp_accum_mode={mode}", f"trainer.fsdp_accum_reshard={reshard}")
+            for name, (mode, reshard) in ways.items()
+        }
+        self.by_rank = rank_pool.run_cases(train, cases)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def trained(request: pytest.FixtureRequest, rank_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(rank_pool, tmp_path_factory.mktemp(request.param), request.param)
+
+
 @pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
-@pytest.mark.parametrize("mode", ["none", "all_reduce", "grad_sync"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_windows_equal_one_process_in_float64(
-    rank_pool: Any, tmp_path: Any, layout: str, mode: str, reshard: bool
-) -> None:
-    results = rank_pool.run(
-        train,
-        str(tmp_path),
-        layout,
-        f"trainer.fsdp_accum_mode={mode}",
-        f"trainer.fsdp_accum_reshard={reshard}",
-    )
-    expected_windows, expected_parameters = reference(layout)
-    for windows, parameters in results:
-        for gradients, expected in zip(windows, expected_windows, strict=True):
+@pytest.mark.parametrize("mode", MODES)
+def test_windows_equal_one_process_in_float64(trained: Trained, mode: str, reshard: bool) -> None:
+    for windows, parameters in trained.by_rank[f"{mode} {reshard}"]:
+        for gradients, expected in zip(windows, trained.windows, strict=True):
             for name in expected:
-                assert_equal_gradient(gradients[name], expected[name], name, layout)
-        for name, value in expected_parameters.items():
+                assert_equal_gradient(gradients[name], expected[name], name, trained.layout)
+        for name, value in trained.parameters.items():
             torch.testing.assert_close(parameters[name].double(), value, rtol=1e-5, atol=1e-7, msg=name)
 
 
@@ -135,7 +144,7 @@ def assert_equal_gradient(found: Any, expected: Any, name: str, layout: str) -> 
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7, msg=f"{name} under {layout}")
 
 
-def clipped(folder: str, layout: str) -> tuple[float, float]:
+def clipped(folder: Path, layout: str) -> tuple[float, float]:
     """Returns the norm that GradClip reports and the norm that the optimizer then gets."""
     norms = []
 
@@ -156,8 +165,7 @@ def clipped(folder: str, layout: str) -> tuple[float, float]:
     return norms[0]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hsdp", "replicate_only"])
-def test_clipping_uses_the_true_global_norm(rank_pool: Any, tmp_path: Any, layout: str) -> None:
+def test_clipping_uses_the_true_global_norm(rank_pool: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, data = TinyModel().double(), TinyBatches()
     for index in range(2):
@@ -166,6 +174,8 @@ def test_clipping_uses_the_true_global_norm(rank_pool: Any, tmp_path: Any, layou
             batch |= {"x": batch["x"].double(), "y": batch["y"].double()}
             (model.training_step(batch, 0)[1] / (2 * RANKS)).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-    for before, after in rank_pool.run(clipped, str(tmp_path), layout):
-        assert before == pytest.approx(expected, rel=1e-5)
-        assert after == pytest.approx(0.1, rel=1e-4)
+    cases = {layout: (tmp_path / layout, layout) for layout in ("ddp", "fsdp", "hsdp", "replicate_only")}
+    for layout, norms in rank_pool.run_cases(clipped, cases).items():
+        for before, after in norms:
+            assert before == pytest.approx(expected, rel=1e-5), layout
+            assert after == pytest.approx(0.1, rel=1e-4), layout

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -73,22 +73,34 @@ def train(folder: Path, layout: str, action: str) -> str | list[dict[str, torch.
     return list(WINDOWS_SEEN)
 
 
+class Ends(NamedTuple):
+    """What `train` returned under one layout, by action and rank, and the folder that has one for each action."""
+
+    by_action: dict[str, list[Any]]
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def ends(request: pytest.FixtureRequest, rank_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    folder = tmp_path_factory.mktemp(request.param)
+    cases = {action: (folder / action, request.param, action) for action in [*ACTIONS, "_zero_grad"]}
+    return Ends(rank_pool.run_cases(train, cases), folder)
+
+
 @pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_needs_all_gradients_is_refused(rank_pool: Any, tmp_path: Path, layout: str, action: str) -> None:
-    for message in rank_pool.run(train, tmp_path, layout, action):
+def test_what_needs_all_gradients_is_refused(ends: Ends, action: str) -> None:
+    for message in ends.by_action[action]:
         assert message.startswith(f"{ACTIONS[action]} in mid-window would miss the gradients of ")
         assert "net.embed.weight" in message
-    assert not (tmp_path / "checkpoints").exists()
+    assert not (ends.folder / action / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_zeroing_gradients_drops_what_is_held_back(rank_pool: Any, tmp_path: Path, layout: str) -> None:
+def test_zeroing_gradients_drops_what_is_held_back(ends: Ends) -> None:
     torch.manual_seed(0)
     model, data = TinyModel(), TinyBatches("left")
     for rank in range(4):
         (model.training_step(data.batch(1, rank), 0)[1] / (2 * 4)).backward()
-    for (gradients,) in rank_pool.run(train, tmp_path, layout, "_zero_grad"):
+    for (gradients,) in ends.by_action["_zero_grad"]:
         for name, expected in full_gradients(model).items():
             assert (gradients[name] is None) == (expected is None), name
             if expected is not None:
