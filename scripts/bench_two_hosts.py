@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate-mbit", type=_positive, default=200, help="rate of the link, Mbit/s each way")
+    parser.add_argument("--rate-mbit", type=_positive, default=180, help="rate of the link, Mbit/s each way")
     parser.add_argument("--latency-ms", type=_not_negative, default=0, help="delay of the link, each way; needs netem")
     parser.add_argument(
         "--calibrate",

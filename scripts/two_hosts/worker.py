@@ -140,13 +140,15 @@ def calibrate(trial: Trial, link: Link) -> Link:
     Returns:
         The link as it is then; on a busy machine its proportion can be off, which the results tell.
     """
+    estimates: list[float] = []
     for _ in range(CALIBRATION_ATTEMPTS):
         step = measure_micro_step(trial)
         excess = step.sync_s / step.compute_s / USERS_SYNC_TO_COMPUTE
         _say(f"{link.rate_mbit:.1f} Mbit/s: compute {step.compute_s:.3f} s, sync {step.sync_s:.3f} s a micro-step")
         if abs(excess - 1) <= CALIBRATION_TOLERANCE:
             return link
-        link = replace(link, rate_mbit=link.rate_mbit * excess)
+        estimates.append(link.rate_mbit * excess)
+        link = replace(link, rate_mbit=statistics.median(estimates[-3:]))
         distributed.barrier()
         if int(os.environ["LOCAL_RANK"]) == 0:
             shape(link)
