@@ -22,7 +22,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch._dynamo",
     "tests.tiny",
-    "cosmos_framework.trainer",
+    "cosmos_framework.scripts.train",
 ]
 GRACE_S = 5.0
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,52 +79,60 @@ def test_the_flow_reaches_the_actions(dataset: ActionChunkDatasetConfig, model: 
     assert error < 0.2
 
 
+HSDP = ("parallelism=hsdp", "trainer.fsdp_accum_mode=all_reduce")
+DDP = ("parallelism=ddp", "trainer.fsdp_accum_mode=all_reduce")
+
+
 def train_recipe(root: str, output: str, name: str, *overrides: str) -> list[float]:
     """Runs the recipe on the pool's ranks as torchrun would; returns the losses."""
-    import os
-
     os.environ["IMAGINAIRE_OUTPUT_ROOT"] = output
     os.environ["WORLD_SIZE"] = "4"
-    small = ["model.head_width=8", "model.depth=1", "model.heads=2", "trainer.max_iter=20", "trainer.logging_iter=1"]
-    assert (
-        main(
-            [
-                f"dataset.root={root}",
-                f"job.name={name}",
-                *small,
-                "trainer.grad_accum_iter=4",
-                "scheduler.warmup_iter=2",
-                *overrides,
-            ]
-        )
-        == 0
-    )
+    small = ["model.head_width=8", "model.depth=1", "model.heads=2", "trainer.grad_accum_iter=4"]
+    short = ["trainer.max_iter=10", "trainer.logging_iter=1", "optimizer.lr=1e-2", "scheduler.warmup_iter=2"]
+    assert main([f"dataset.root={root}", f"job.name={name}", *small, *short, *overrides]) == 0
     metrics = Path(output) / "cosmos_framework/action_policy" / name / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["all_reduce", "grad_sync"])
-def test_the_recipe_learns_and_repeats_bit_for_bit(rank_pool: Any, tmp_path: Path, mode: str) -> None:
-    root = str(write_synthetic(tmp_path / "demos"))
+@pytest.fixture(scope="module")
+def losses(rank_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    """Gives the losses of the recipe with some overrides, which is trained once for all tests."""
+    folder = tmp_path_factory.mktemp("recipe")
+    root = str(write_synthetic(folder / "demos"))
+    names = itertools.count()
+
+    @functools.cache
+    def losses_with(*overrides: str, run: str = "first") -> list[float]:
+        return rank_pool.run(train_recipe, root, str(folder), f"{run}-{next(names)}", *overrides)[0]
+
+    return losses_with
+
+
+@pytest.mark.parametrize("mode", ["all_reduce", pytest.param("grad_sync", marks=pytest.mark.slow)])
+def test_the_recipe_learns_and_repeats_bit_for_bit(losses: Callable[..., list[float]], mode: str) -> None:
     hsdp = ("parallelism=hsdp", f"trainer.fsdp_accum_mode={mode}")
-    first, second = (rank_pool.run(train_recipe, root, str(tmp_path), name, *hsdp)[0] for name in ("first", "second"))
+    first, second = losses(*hsdp), losses(*hsdp, run="second")
     assert first == second
-    assert sum(first[-5:]) < 0.9 * sum(first[:5])
+    assert sum(first[-3:]) < 0.9 * sum(first[:3])
 
 
 @pytest.mark.slow
-def test_the_recipes_losses_do_not_depend_on_what_waits(rank_pool: Any, tmp_path: Path) -> None:
-    root = str(write_synthetic(tmp_path / "demos"))
-    runs = {
-        "none": ("parallelism=hsdp", "trainer.fsdp_accum_mode=none"),
-        "deferred": ("parallelism=hsdp", "trainer.fsdp_accum_mode=grad_sync", "trainer.fsdp_accum_reshard=false"),
-        "ddp": ("parallelism=ddp",),
-    }
-    losses = {name: rank_pool.run(train_recipe, root, str(tmp_path), name, *how)[0] for name, how in runs.items()}
-    assert losses["deferred"] == pytest.approx(losses["none"], rel=1e-3)
-    assert losses["ddp"] == pytest.approx(losses["none"], rel=1e-3)
+def test_the_recipes_losses_do_not_depend_on_what_waits(losses: Callable[..., list[float]]) -> None:
+    none = losses("parallelism=hsdp", "trainer.fsdp_accum_mode=none")
+    deferred = ("parallelism=hsdp", "trainer.fsdp_accum_mode=grad_sync", "trainer.fsdp_accum_reshard=false")
+    assert losses(*deferred) == pytest.approx(none, rel=1e-3)
+    assert losses(*DDP) == pytest.approx(none, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", [HSDP, DDP], ids=["hsdp", "ddp"])
+def test_the_recipe_learns_in_bfloat16_as_in_float32(
+    losses: Callable[..., list[float]], parallelism: tuple[str, ...]
+) -> None:
+    full, half = losses(*parallelism), losses(*parallelism, "model.precision=bfloat16")
+    assert half != full
+    assert half == pytest.approx(full, rel=3e-2)
 
 
 @pytest.mark.parametrize("missing", ["meta/stats.json", "data/chunk-000/file-000.parquet"])
@@ -133,17 +145,3 @@ def test_a_data_set_that_cannot_be_used_leaves_nothing_behind(
     assert main([f"dataset.root={root}"]) == 2
     assert "has no" in capsys.readouterr().err
     assert not (tmp_path / "outputs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallelism", ["hsdp", "ddp"])
-def test_the_recipe_learns_in_bfloat16_as_in_float32(rank_pool: Any, tmp_path: Path, parallelism: str) -> None:
-    root = str(write_synthetic(tmp_path / "demos"))
-    full, half = (
-        rank_pool.run(
-            train_recipe, root, str(tmp_path), precision, f"parallelism={parallelism}", f"model.precision={precision}"
-        )[0]
-        for precision in ("float32", "bfloat16")
-    )
-    assert half != full
-    assert half == pytest.approx(full, rel=3e-2)
