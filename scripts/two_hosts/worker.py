@@ -81,12 +81,7 @@ def _measure(settings: Settings, folder: Path) -> dict[str, Any]:
     cases = cases_of(settings, parameter_bytes(any_trial))
     figures = _figures(trials)
     weights = _weigh(trials, cases)
-    timings: dict[Case, list[Timing]] = defaultdict(list)
-    for index in range(settings.rounds):
-        begin = time.perf_counter()
-        for case in random.Random(index).sample(cases, len(cases)):
-            timings[case].append(time_window(trials[case.parallelism], case))
-        _say(f"round {index + 1} of {settings.rounds}: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
+    timings = _time(trials, cases, settings.rounds)
     return {
         "link": asdict(link),
         "recipe": [*RECIPE, *settings.overrides],
@@ -143,7 +138,8 @@ def calibrate(trial: Trial, link: Link) -> Link:
     estimates: list[float] = []
     for _ in range(CALIBRATION_ATTEMPTS):
         step = measure_micro_step(trial)
-        excess = step.sync_s / step.compute_s / USERS_SYNC_TO_COMPUTE
+        # A sync too short to be measured tells no more than that the link is far too fast.
+        excess = max(step.sync_s / step.compute_s / USERS_SYNC_TO_COMPUTE, 0.1)
         _say(f"{link.rate_mbit:.1f} Mbit/s: compute {step.compute_s:.3f} s, sync {step.sync_s:.3f} s a micro-step")
         if abs(excess - 1) <= CALIBRATION_TOLERANCE:
             return link
@@ -178,6 +174,17 @@ def _weigh(trials: dict[str, Trial], cases: list[Case]) -> dict[Case, Weight]:
     weights = {case: weigh_window(trials[case.parallelism], case) for case in cases}
     _say(f"warm-up, in which memory is measured: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
     return weights
+
+
+def _time(trials: dict[str, Trial], cases: list[Case], rounds: int) -> dict[Case, list[Timing]]:
+    """Times one window of each case a round, in an order that is the same on all ranks and another each round."""
+    timings = defaultdict(list)
+    for index in range(rounds):
+        begin = time.perf_counter()
+        for case in random.Random(index).sample(cases, len(cases)):
+            timings[case].append(time_window(trials[case.parallelism], case))
+        _say(f"round {index + 1} of {rounds}: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
+    return timings
 
 
 @distributed.rank0_only
