@@ -129,7 +129,7 @@ def start_of_peak() -> Callable[[], int]:
 
     def rise() -> int:
         risen = _status_bytes("VmHWM") - before
-        _keep_freed_memory()
+        keep_freed_memory()
         return risen
 
     return rise
@@ -145,7 +145,7 @@ def _return_freed_memory() -> None:
     _LIBC.malloc_trim(0)
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Makes malloc as it is after some use, when it has learned that large tensors come again."""
     _LIBC.mallopt(_MMAP_THRESHOLD, 2**25)
     _LIBC.mallopt(_TRIM_THRESHOLD, 2**26)

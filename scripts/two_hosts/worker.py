@@ -31,7 +31,7 @@ from cosmos_framework.utils.accum_cost import Figures, Way, predict
 from cosmos_framework.utils.config import load_config
 from two_hosts.cases import PARALLELISMS, RECIPE, Case, Settings, cases_of
 from two_hosts.network import Link, shape
-from two_hosts.windows import Timing, Weight, parameter_bytes, time_window, weigh_window
+from two_hosts.windows import Timing, Weight, keep_freed_memory, parameter_bytes, time_window, weigh_window
 
 # Compute and sync of one micro-batch, in seconds, on the two hosts that the user measured.
 USERS_SYNC_TO_COMPUTE = 11.4 / 10.8
@@ -60,6 +60,7 @@ def main(folder: Path) -> None:
     """
     settings = Settings.from_json((folder / "settings.json").read_text())
     torch.set_num_threads(1)
+    keep_freed_memory()
     # What a mode cannot save here is what is being measured.
     logging.disable(logging.WARNING)
     distributed.init(timeout=timedelta(minutes=5))
