@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
 from cosmos_framework.data.lerobot import read_dataset
+from scripts.collect_demos import main
 
 pytestmark = pytest.mark.slow
 
@@ -20,20 +21,19 @@ REPO = Path(__file__).parents[2]
 ASKED = ("--tasks", "button-press-v3", "drawer-close-v3", "--episodes", "1", "--held-out", "1", "--workers", "1")
 
 
-def collect(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "scripts/collect_demos.py", "--root", str(root), *arguments],
+def test_what_is_collected_can_be_read_and_is_collected_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "demos"
+    command = ["scripts/collect_demos.py", "--root", str(root), *ASKED]
+    done = subprocess.run(
+        [sys.executable, *command],
         cwd=REPO,
         env={**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-
-
-def test_what_is_collected_can_be_read_and_is_collected_once(tmp_path: Path) -> None:
-    root = tmp_path / "demos"
-    first = collect(root, *ASKED)
-    assert first.returncode == 0, first.stderr
+    assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == [root]
     dataset = read_dataset(root)
     assert dataset.tasks == ("button-press-v3", "drawer-close-v3")
@@ -41,8 +41,10 @@ def test_what_is_collected_can_be_read_and_is_collected_once(tmp_path: Path) -> 
     assert dataset.splits == {"train": (0, 2), "val": (2, 4)}
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
 
-    again = collect(root, *ASKED)
-    assert again.returncode == 0 and "is there already" in again.stdout
-    other = collect(root, *ASKED, "--seed", "1")
-    assert other.returncode == 1 and "was recorded with other arguments" in other.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    main()
+    assert "is there already" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--seed", "1"])
+    with pytest.raises(SystemExit, match="was recorded with other arguments"):
+        main()
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
