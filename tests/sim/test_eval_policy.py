@@ -74,7 +74,6 @@ def test_a_report_that_cannot_be_written_is_refused(monkeypatch: pytest.MonkeyPa
     assert f"there is no folder {run / 'none'}" in said
 
 
-@pytest.mark.slow
 def test_tasks_that_are_not_simulated_are_named(monkeypatch: pytest.MonkeyPatch, run: Path, tmp_path: Path) -> None:
     pytest.importorskip("metaworld", reason="needs the extra `sim`")
     assert "'reach left' is unknown to Meta-World" in evaluate(monkeypatch, "--run", str(run))

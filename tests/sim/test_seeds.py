@@ -10,7 +10,7 @@ pytest.importorskip("metaworld", reason="needs the extra `sim`")
 
 from cosmos_framework.sim.metaworld import record_expert
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Constant")]
+pytestmark = pytest.mark.filterwarnings("ignore:Constant")
 
 TASK = "button-press-v3"
 GOAL = slice(36, 39)
