@@ -24,6 +24,7 @@ from two_hosts.cases import PARALLELISMS, Settings
 from two_hosts.launch import RunError, measure
 from two_hosts.network import Link, NetworkError
 
+from cosmos_framework.scripts.arguments import count, not_negative, positive
 from cosmos_framework.utils.config import ConfigError
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -60,40 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate-mbit", type=_positive, default=180, help="rate of the link, Mbit/s each way")
-    parser.add_argument("--latency-ms", type=_not_negative, default=0, help="delay of the link, each way; needs netem")
+    parser.add_argument("--rate-mbit", type=positive, default=180, help="rate of the link, Mbit/s each way")
+    parser.add_argument("--latency-ms", type=not_negative, default=0, help="delay of the link, each way; needs netem")
     parser.add_argument(
         "--calibrate",
         action="store_true",
         help="find the rate at which compute and sync of a micro-step of HSDP are as 10.8 to 11.4, from --rate-mbit on",
     )
-    parser.add_argument("--rounds", type=_at_least_1, default=4, help="timed windows of each case")
+    parser.add_argument("--rounds", type=count, default=4, help="timed windows of each case")
     parser.add_argument("--parallelisms", nargs="+", choices=PARALLELISMS, default=list(PARALLELISMS))
-    parser.add_argument("--accumulations", type=_at_least_1, nargs="+", default=[1, 2, 4, 8], metavar="N")
+    parser.add_argument("--accumulations", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder to write to")
     parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help="such as model.depth=4")
     return parser
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
-    return value
-
-
-def _at_least_1(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -40,21 +41,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         what is wrong.
     """
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     is_rank0 = os.environ.get("RANK", "0") == "0"
     try:
         _check(args)
-        figures = _figures_of_job(args) if args.compute_s else _measured_figures(args.overrides, args.repeats)
+        memory_bytes = math.inf if args.memory_gib is None else args.memory_gib * GIB
+        if args.compute_s:
+            figures = _figures_of_job(args)
+        else:
+            figures = _measured_figures(args.overrides, args.repeats, memory_bytes)
     except ConfigError as error:
         if is_rank0:
             print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     if is_rank0:
-        memory_bytes = float("inf") if args.memory_gib is None else args.memory_gib * GIB
         windows = {accum: [predict(figures, way, accum) for way in figures.costs] for accum in args.accum}
         print(_table(windows))
         for predictions in windows.values():
             print(_advice(predictions, memory_bytes))
+        if figures.too_large:
+            print(_too_large(figures, memory_bytes))
         if args.plot:
             _plot(windows, args.plot)
             print(f"plot: {args.plot}")
@@ -128,7 +134,7 @@ def _figures_of_job(args: argparse.Namespace) -> Figures:
     return Job(compute_s=args.compute_s, **given).figures()
 
 
-def _measured_figures(overrides: list[str], repeats: int) -> Figures:
+def _measured_figures(overrides: list[str], repeats: int, memory_bytes: float) -> Figures:
     """Measures on all ranks of torchrun, or in this process alone.
 
     Raises:
@@ -142,7 +148,7 @@ def _measured_figures(overrides: list[str], repeats: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder, misc.repeatable_cpu_numerics():
         config.job.path_local = folder
         trial = Trial(config, dataloader)
-        figures = measure(trial, repeats)
+        figures = measure(trial, repeats, memory_bytes)
         distributed.barrier()
         trial.close()
     return figures
@@ -161,15 +167,27 @@ def _table(windows: dict[int, list[Prediction]]) -> str:
 
 def _advice(predictions: list[Prediction], memory_bytes: float) -> str:
     """Says what to choose for one accumulation."""
-    best, fastest = choose(predictions, memory_bytes), choose(predictions, float("inf"))
+    best, fastest = choose(predictions, memory_bytes), choose(predictions, math.inf)
     line = f"grad_accum_iter={best.accum}: {_overrides(best.way)} takes {best.window_s:.4g} s (x{best.speedup:.2f})"
     if best == fastest:
         return line
     line += f"; without the limit of {memory_bytes / GIB:g} GiB {_overrides(fastest.way)} x{fastest.speedup:.2f}"
-    left = memory_bytes - next(each.held_bytes for each in predictions if each.way == Way("all_reduce"))
-    if left >= 0:
-        line += f"; in between trainer.fsdp_accum_mode=auto trainer.fsdp_accum_memory_gib={left / GIB:.3g}"
-    return line
+    return line + _in_between({each.way: each.held_bytes for each in predictions}, memory_bytes)
+
+
+def _too_large(figures: Figures, memory_bytes: float) -> str:
+    """Says what was not run."""
+    sizes = ", ".join(f"{way} ({held_bytes / GIB:.3g} GiB)" for way, held_bytes in figures.too_large.items())
+    held_bytes = {way: cost.held_bytes for way, cost in figures.costs.items()}
+    return f"not run, over {memory_bytes / GIB:g} GiB: {sizes}{_in_between(held_bytes, memory_bytes)}"
+
+
+def _in_between(held_bytes: dict[Way, int], memory_bytes: float) -> str:
+    """Names the budget of mode "auto", which starts from all_reduce, where that fits."""
+    left = memory_bytes - held_bytes.get(Way("all_reduce"), math.inf)
+    if left <= 0:
+        return ""
+    return f"; in between trainer.fsdp_accum_mode=auto trainer.fsdp_accum_memory_gib={left / GIB:.3g}"
 
 
 def _overrides(way: Way) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -19,7 +20,7 @@ from omegaconf import DictConfig
 
 from cosmos_framework.trainer import ImaginaireTrainer
 from cosmos_framework.utils import distributed, misc
-from cosmos_framework.utils.accum_cost import DDP_WAYS, FSDP_WAYS, Cost, Figures, Way
+from cosmos_framework.utils.accum_cost import DDP_WAYS, FSDP_WAYS, NOTHING_WAITS, Cost, Figures, Way
 from cosmos_framework.utils.grad_sync import GradSync
 
 MICRO_BATCHES = 8
@@ -100,18 +101,23 @@ class Trial:
 WINDOW = 3
 
 
-def measure(trial: Trial, repeats: int = 3) -> Figures:
-    """Times the micro-steps of windows of one and of three, each way in turns.
+def measure(trial: Trial, repeats: int = 3, memory_bytes: float = math.inf) -> Figures:
+    """Times the micro-steps of a window of one, and of windows of three, each way in turns.
 
     Args:
         trial: What to run; its model is trained on a little.
         repeats: Number of windows that a median is of, after one that is not counted.
+        memory_bytes: What a rank can spare; a way that holds more is not run.
 
     Returns:
         The same figures on all ranks: a micro-step's seconds are its median, in the mean over the ranks.
     """
+    held_bytes = {way: trial.held_bytes(way) for way in trial.ways}
+    too_large = {way: held for way, held in held_bytes.items() if held > memory_bytes}
+    ways = [way for way in trial.ways if way not in too_large]
+    windows_of = [(NOTHING_WAITS, 1), *((way, WINDOW) for way in ways)]
     seconds: dict[tuple[Way, int], list[list[float]]] = defaultdict(list)
-    for _, way, accum in itertools.product(range(1 + repeats), trial.ways, (1, WINDOW)):
+    for _, (way, accum) in itertools.product(range(1 + repeats), windows_of):
         seconds[way, accum].append(_time_window(trial, way, accum))
     medians = {
         key: [statistics.median(step) for step in zip(*windows[1:], strict=True)] for key, windows in seconds.items()
@@ -121,11 +127,12 @@ def measure(trial: Trial, repeats: int = 3) -> Figures:
     means = {
         key: [statistics.fmean(step) for step in zip(*(each[key] for each in of_ranks), strict=True)] for key in medians
     }
+    (alone_s,) = means[NOTHING_WAITS, 1]
     costs = {}
-    for way in trial.ways:
-        (alone_s,), (first_s, inner_s, boundary_s) = means[way, 1], means[way, WINDOW]
-        costs[way] = Cost(alone_s, first_s, inner_s, boundary_s, trial.held_bytes(way))
-    return Figures(costs, trial.samples_per_micro_step)
+    for way in ways:
+        first_s, inner_s, boundary_s = means[way, WINDOW]
+        costs[way] = Cost(first_s, inner_s, boundary_s, held_bytes[way])
+    return Figures(alone_s, costs, trial.samples_per_micro_step, too_large)
 
 
 def _time_window(trial: Trial, way: Way, accum: int) -> list[float]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 FSDP_MODES = ("none", "all_reduce", "grad_sync")
@@ -35,17 +35,15 @@ FSDP_WAYS = tuple(Way(mode, reshard) for mode, reshard in product(FSDP_MODES, (T
 
 @dataclass(frozen=True)
 class Cost:
-    """What the micro-steps of a window take, and what a rank holds inside it.
+    """What the micro-steps of a window of two or more take, and what a rank holds inside it.
 
     Attributes:
-        alone_s: Seconds of a window of one micro-step.
-        first_s: Seconds of the first micro-step of a longer window.
+        first_s: Seconds of the first micro-step.
         inner_s: Seconds of each one between the first and the boundary.
         boundary_s: Seconds of the boundary, optimizer step included.
         held_bytes: Bytes of gradient held and of parameters kept gathered, on each rank, beyond `NOTHING_WAITS`.
     """
 
-    alone_s: float
     first_s: float
     inner_s: float
     boundary_s: float
@@ -57,12 +55,16 @@ class Figures:
     """What is known of one model on one mesh.
 
     Attributes:
+        alone_s: Seconds of a window of one micro-step, in which nothing waits and nothing is kept, whichever the way.
         costs: Of each way that makes a difference there; `NOTHING_WAITS` is one.
         samples_per_micro_step: Over all ranks.
+        too_large: Ways that were not run because of what a rank would hold, with its bytes.
     """
 
+    alone_s: float
     costs: dict[Way, Cost]
     samples_per_micro_step: int
+    too_large: dict[Way, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,20 +101,20 @@ def predict(figures: Figures, way: Way, accum: int) -> Prediction:
     """
     if accum < 1:
         raise ValueError(f"grad_accum_iter={accum} must be a whole number of at least 1.")
-    cost = figures.costs[way]
-    window_s = _window_s(cost, accum)
+    window_s = _window_s(figures, way, accum)
     return Prediction(
         way=way,
         accum=accum,
         window_s=window_s,
         samples_per_s=accum * figures.samples_per_micro_step / window_s,
-        speedup=_window_s(figures.costs[NOTHING_WAITS], accum) / window_s,
-        held_bytes=cost.held_bytes if accum > 1 else 0,
+        speedup=_window_s(figures, NOTHING_WAITS, accum) / window_s,
+        held_bytes=figures.costs[way].held_bytes if accum > 1 else 0,
     )
 
 
-def _window_s(cost: Cost, accum: int) -> float:
-    return cost.alone_s if accum == 1 else cost.first_s + (accum - 2) * cost.inner_s + cost.boundary_s
+def _window_s(figures: Figures, way: Way, accum: int) -> float:
+    cost = figures.costs[way]
+    return figures.alone_s if accum == 1 else cost.first_s + (accum - 2) * cost.inner_s + cost.boundary_s
 
 
 TIE = 0.01
@@ -163,18 +165,18 @@ class Job:
 
     def figures(self) -> Figures:
         """Returns what each way costs if collectives and compute simply add up."""
-        return Figures({way: self._cost(way) for way in FSDP_WAYS}, self.samples_per_micro_step)
+        alone_s = self.compute_s + 2 * self.all_gather_s + self.reduce_scatter_s + self.all_reduce_s
+        return Figures(alone_s, {way: self._cost(way) for way in FSDP_WAYS}, self.samples_per_micro_step)
 
     def _cost(self, way: Way) -> Cost:
-        gathers_s = 2 * self.all_gather_s if way.reshard else 0.0
-        first_gathers_s = gathers_s if way.reshard else self.all_gather_s
+        first_gathers_s = self.all_gather_s * (2 if way.reshard else 1)
+        later_gathers_s = self.all_gather_s * (2 if way.reshard else 0)
         sync_s = self.reduce_scatter_s + self.all_reduce_s
-        waits_s = {"none": 0.0, "all_reduce": self.all_reduce_s, "grad_sync": sync_s}[way.mode]
+        early_sync_s = {"none": sync_s, "all_reduce": self.reduce_scatter_s, "grad_sync": 0.0}[way.mode]
         return Cost(
-            alone_s=self.compute_s + first_gathers_s + sync_s,
-            first_s=self.compute_s + first_gathers_s + sync_s - waits_s,
-            inner_s=self.compute_s + gathers_s + sync_s - waits_s,
-            boundary_s=self.compute_s + gathers_s + sync_s,
+            first_s=self.compute_s + first_gathers_s + early_sync_s,
+            inner_s=self.compute_s + later_gathers_s + early_sync_s,
+            boundary_s=self.compute_s + later_gathers_s + sync_s,
             held_bytes=self._held_bytes(way),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,23 @@ def test_memory_decides(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fsdp_accum_mode=none" in run(capsys, *SIZES, *scatters, "--memory-gib", "0")[-1]
 
 
+def test_options_and_overrides_in_any_order() -> None:
+    command = ["recipe=action_policy", "--accum", "1,4", "parallelism=hsdp", "--repeats", "1", "job.name=x"]
+    args = accum_plan._parser().parse_intermixed_args(command)
+    assert args.overrides == ["recipe=action_policy", "parallelism=hsdp", "job.name=x"]
+    assert (args.accum, args.repeats) == ([1, 4], 1)
+
+
 def test_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="extra `report`")
     run(capsys, *GIVEN, "--plot", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_plot_without_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert accum_plan.main([*GIVEN, "--plot", "plan.png"]) == 2
+    assert "pip install 'cosmos-framework[report]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -80,20 +94,27 @@ def test_values_that_mean_nothing(capsys: pytest.CaptureFixture[str], argv: list
     assert expected in capsys.readouterr().err
 
 
+MEMORY_BYTES = 20_000  # a gradient or the parameters of the small model, not both
+
+
 def measured(folder: str, *overrides: str) -> None:
     os.chdir(folder)
     small = ["model.depth=1", "model.heads=2", "model.head_width=8", "dataloader_train.batch_size=4"]
-    command = ["--accum", "1,4", "--repeats", "1", "recipe=action_policy", f"dataset.root={folder}/data"]
-    accum_plan._check(args := accum_plan._parser().parse_args([*command, *small, *overrides]))
-    figures = accum_plan._measured_figures(args.overrides, args.repeats)
-    table = accum_plan._table({4: [accum_plan.predict(figures, way, 4) for way in figures.costs]}).splitlines()
-    assert len(table) == 1 + (2 if "parallelism=ddp" in overrides else 6)
+    all_overrides = ["recipe=action_policy", f"dataset.root={folder}/data", *small, *overrides]
+    figures = accum_plan._measured_figures(all_overrides, repeats=1, memory_bytes=MEMORY_BYTES)
     assert figures.samples_per_micro_step == 16
-    costs = {str(way): cost for way, cost in figures.costs.items()}
-    assert all(min(cost.alone_s, cost.first_s, cost.inner_s, cost.boundary_s) > 0 for cost in costs.values())
-    if "parallelism=hsdp" in overrides:
-        held = [costs[way].held_bytes for way in ("none", "all_reduce", "grad_sync", "grad_sync, kept gathered")]
-        assert 0 == held[0] < held[1] < held[2] < held[3]
+    assert figures.alone_s > 0
+    assert all(min(cost.first_s, cost.inner_s, cost.boundary_s) > 0 for cost in figures.costs.values())
+    held = {str(way): cost.held_bytes for way, cost in figures.costs.items()}
+    if "parallelism=ddp" in overrides:
+        assert held == {"none": 0, "all_reduce": 0}
+    else:
+        assert set(held) == {"none", "none, kept gathered", "all_reduce", "grad_sync"}
+        assert 0 == held["none"] < held["all_reduce"] < held["none, kept gathered"] == held["grad_sync"]
+        assert {str(way) for way in figures.too_large} == {"all_reduce, kept gathered", "grad_sync, kept gathered"}
+        line = accum_plan._too_large(figures, MEMORY_BYTES)
+        assert line.startswith("not run, over 1.86265e-05 GiB: all_reduce, kept gathered (")
+        assert line.endswith(f"fsdp_accum_memory_gib={(MEMORY_BYTES - held['all_reduce']) / 2**30:.3g}")
     assert os.listdir(folder) == ["data"], "nothing of it lasts"
 
 

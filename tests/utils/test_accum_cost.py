@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_framework.utils.accum_cost import FSDP_WAYS, NOTHING_WAITS, Cost, Figures, Job, Way, choose, predict
+from tests.utils.grad_sync.windows import Setup, mesh_of, run_windows
 
 SECONDS = st.floats(0, 100)
 JOBS = st.builds(
@@ -35,7 +37,7 @@ def test_two_hosts_of_eight_gpus_over_ethernet() -> None:
     assert deferred.speedup == pytest.approx(1.626, abs=1e-3)
 
 
-@given(JOBS, ACCUMS)
+@given(JOBS, ACCUMS.filter(lambda accum: accum > 1))
 def test_each_collective_runs_as_often_as_the_mode_says(job: Job, accum: int) -> None:
     c, g, s, r = job.compute_s, job.all_gather_s, job.reduce_scatter_s, job.all_reduce_s
     expected = {
@@ -52,6 +54,29 @@ def test_each_collective_runs_as_often_as_the_mode_says(job: Job, accum: int) ->
         assert prediction.window_s == pytest.approx(expected[way.mode, way.reshard])
         assert prediction.samples_per_s == pytest.approx(accum * job.samples_per_micro_step / prediction.window_s)
         assert prediction.speedup >= 1 - 1e-9
+        assert predict(figures, way, 1).window_s == pytest.approx(c + 2 * g + s + r)
+        assert predict(figures, way, accum + 1).window_s >= prediction.window_s
+
+
+COUNTED = (("all_gather", "dp_shard", 1), ("reduce_scatter", "dp_shard", 100), ("all_reduce", "dp_replicate", 10_000))
+
+
+def collectives_of_windows(accums: tuple[int, ...]) -> dict[tuple[Way, int], int]:
+    """Counts what each group of parameters sends in one window of HSDP, a decimal place or two for each kind."""
+    mesh_of.cache_clear()
+    counts = {}
+    for way in FSDP_WAYS:
+        for accum in accums:
+            _, totals = run_windows([["abh"] * accum], Setup("hsdp", way.mode, way.reshard))
+            counts[way, accum] = sum(totals[kind, dim].calls * place for kind, dim, place in COUNTED) // 3
+    return counts
+
+
+def test_predicted_collectives_are_those_that_run(rank_pool: Any) -> None:
+    figures = Job(compute_s=0, all_gather_s=1, reduce_scatter_s=100, all_reduce_s=10_000).figures()
+    accums = (1, 3)
+    predicted = {(way, accum): predict(figures, way, accum).window_s for way in FSDP_WAYS for accum in accums}
+    assert all(counted == predicted for counted in rank_pool.run(collectives_of_windows, accums))
 
 
 @given(JOBS)
@@ -67,7 +92,8 @@ def test_memory_of_each_mode(job: Job) -> None:
 
 
 def test_window_adds_up_from_its_micro_steps() -> None:
-    figures = Figures({NOTHING_WAITS: Cost(alone_s=9, first_s=1, inner_s=2, boundary_s=4, held_bytes=0)}, 3)
+    cost = Cost(first_s=1, inner_s=2, boundary_s=4, held_bytes=0)
+    figures = Figures(alone_s=9, costs={NOTHING_WAITS: cost}, samples_per_micro_step=3)
     assert [predict(figures, NOTHING_WAITS, accum).window_s for accum in (1, 2, 3, 5)] == [9, 5, 7, 11]
 
 

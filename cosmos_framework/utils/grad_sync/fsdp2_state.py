@@ -109,14 +109,11 @@ class ParamGroup:
 
     @property
     def state(self) -> Any:
-        return self._state()
+        return _alive(self._state)
 
     @property
     def group(self) -> Any:
-        group = self._group()
-        if group is None:
-            raise ReferenceError("the model of this GradSync is gone")
-        return group
+        return _alive(self._group)
 
     @property
     def params(self) -> list[Any]:
@@ -413,6 +410,12 @@ def _ranks(mesh_info: Any) -> list[int]:
     if not hasattr(mesh_info, "shard_process_group"):
         return [dist.get_rank()]
     return dist.get_process_group_ranks(mesh_info.shard_process_group)
+
+
+def _alive(ref: weakref.ref[Any]) -> Any:
+    if (target := ref()) is None:
+        raise ReferenceError("the model of this GradSync is gone")
+    return target
 
 
 def _current(param: Any) -> nn.Parameter:

@@ -37,7 +37,8 @@ def spent(plans: list[Plan]) -> int:
 
 
 def plans_of(setup: Setup) -> list[Plan]:
-    return sync_of(shard(build(), setup), setup).plan()
+    net = shard(build(), setup)  # a GradSync keeps no model alive
+    return sync_of(net, setup).plan()
 
 
 def all_of_it(mesh: str, mixed: bool) -> int:
