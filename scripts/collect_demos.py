@@ -54,7 +54,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--root", type=Path, default=Path("datasets/metaworld"), help="folder of the data set")
     parser.add_argument("--tasks", nargs="+", choices=known, default=known, help="Meta-World tasks")
     parser.add_argument("--episodes", type=int, default=30, help="successful episodes of each task to train on")
-    parser.add_argument("--held-out", type=int, default=2, help="more of each task for validation")
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=2,
+        help="more of each task for validation; without any, training holds out the last tenth of what there is",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of goals and placements")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     args = parser.parse_args()

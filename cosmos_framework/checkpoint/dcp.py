@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import time
+import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -314,7 +315,10 @@ def _read_trainer(source: Path) -> dict[str, Any]:
 
 def _read(state: dict[str, Any], source: Path) -> None:
     try:
-        dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            # One process without a process group is meant where there is none, as in an evaluation.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise CheckpointError(f"{source} cannot be read ({_reason(error)}). {_use_another(source)}") from error
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cosmos_framework.scripts.arguments import count, not_negative, positive
 from cosmos_framework.scripts.train import build_dataloaders
-from cosmos_framework.trainer.trial import Trial, measure
+from cosmos_framework.trainer.trial import Measurement, Trial
 from cosmos_framework.utils import distributed, misc
 from cosmos_framework.utils.accum_cost import Figures, Job, Prediction, Way, choose, predict
 from cosmos_framework.utils.config import ConfigError, check_config, load_config
@@ -148,7 +148,10 @@ def _measured_figures(overrides: list[str], repeats: int, memory_bytes: float) -
     with tempfile.TemporaryDirectory() as folder, misc.repeatable_cpu_numerics():
         config.job.path_local = folder
         trial = Trial(config, dataloader)
-        figures = measure(trial, repeats, memory_bytes)
+        measurement = Measurement(trial, memory_bytes)
+        for _ in range(1 + repeats):
+            measurement.add_round()
+        figures = measurement.figures()
         distributed.barrier()
         trial.close()
     return figures

@@ -101,38 +101,48 @@ class Trial:
 WINDOW = 3
 
 
-def measure(trial: Trial, repeats: int = 3, memory_bytes: float = math.inf) -> Figures:
-    """Times the micro-steps of a window of one, and of windows of three, each way in turns.
+class Measurement:
+    """What the micro-steps of a trial take each way, from rounds of one window each."""
 
-    Args:
-        trial: What to run; its model is trained on a little.
-        repeats: Number of windows that a median is of, after one that is not counted.
-        memory_bytes: What a rank can spare; a way that holds more is not run.
+    def __init__(self, trial: Trial, memory_bytes: float = math.inf) -> None:
+        """Looks which ways there are.
 
-    Returns:
-        The same figures on all ranks: a micro-step's seconds are its median, in the mean over the ranks.
-    """
-    held_bytes = {way: trial.held_bytes(way) for way in trial.ways}
-    too_large = {way: held for way, held in held_bytes.items() if held > memory_bytes}
-    ways = [way for way in trial.ways if way not in too_large]
-    windows_of = [(NOTHING_WAITS, 1), *((way, WINDOW) for way in ways)]
-    seconds: dict[tuple[Way, int], list[list[float]]] = defaultdict(list)
-    for _, (way, accum) in itertools.product(range(1 + repeats), windows_of):
-        seconds[way, accum].append(_time_window(trial, way, accum))
-    medians = {
-        key: [statistics.median(step) for step in zip(*windows[1:], strict=True)] for key, windows in seconds.items()
-    }
-    of_ranks: list[dict[tuple[Way, int], list[float]]] = [medians] * distributed.get_world_size()
-    dist.all_gather_object(of_ranks, medians)
-    means = {
-        key: [statistics.fmean(step) for step in zip(*(each[key] for each in of_ranks), strict=True)] for key in medians
-    }
-    (alone_s,) = means[NOTHING_WAITS, 1]
-    costs = {}
-    for way in ways:
-        first_s, inner_s, boundary_s = means[way, WINDOW]
-        costs[way] = Cost(first_s, inner_s, boundary_s, held_bytes[way])
-    return Figures(alone_s, costs, trial.samples_per_micro_step, too_large)
+        Args:
+            trial: What to run; its model is trained on a little.
+            memory_bytes: What a rank can spare; a way that holds more is not run.
+        """
+        self._trial = trial
+        self._held_bytes = {way: trial.held_bytes(way) for way in trial.ways}
+        self._too_large = {way: held for way, held in self._held_bytes.items() if held > memory_bytes}
+        self._ways = [way for way in trial.ways if way not in self._too_large]
+        self._seconds: dict[tuple[Way, int], list[list[float]]] = defaultdict(list)
+
+    def add_round(self) -> None:
+        """Times the micro-steps of a window of one, and of a window of three each way, in turns."""
+        for way, accum in [(NOTHING_WAITS, 1), *((way, WINDOW) for way in self._ways)]:
+            self._seconds[way, accum].append(_time_window(self._trial, way, accum))
+
+    def figures(self) -> Figures:
+        """Returns the same on all ranks: a micro-step's seconds are its median, in the mean over the ranks.
+
+        The first round is a warm-up and does not count; there must be another.
+        """
+        medians = {
+            key: [statistics.median(step) for step in zip(*windows[1:], strict=True)]
+            for key, windows in self._seconds.items()
+        }
+        of_ranks: list[dict[tuple[Way, int], list[float]]] = [medians] * distributed.get_world_size()
+        dist.all_gather_object(of_ranks, medians)
+        means = {
+            key: [statistics.fmean(step) for step in zip(*(each[key] for each in of_ranks), strict=True)]
+            for key in medians
+        }
+        (alone_s,) = means[NOTHING_WAITS, 1]
+        costs = {}
+        for way in self._ways:
+            first_s, inner_s, boundary_s = means[way, WINDOW]
+            costs[way] = Cost(first_s, inner_s, boundary_s, self._held_bytes[way])
+        return Figures(alone_s, costs, self._trial.samples_per_micro_step, self._too_large)
 
 
 def _time_window(trial: Trial, way: Way, accum: int) -> list[float]:

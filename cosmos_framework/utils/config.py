@@ -248,6 +248,7 @@ class AdamWConfig(OptimizerConfig):
         betas: Decay of the running means of the gradient and of its square.
         eps: Added to the denominator.
         weight_decay: Decay of the parameters, per step and unit of learning rate.
+        fused: True steps each parameter in one kernel, also on CPU; null leaves the choice to torch.
     """
 
     _target_: str = "torch.optim.AdamW"
@@ -259,6 +260,7 @@ class AdamWConfig(OptimizerConfig):
     )
     eps: float = non_negative(1e-8)
     weight_decay: float = non_negative(1e-2)
+    fused: bool | None = None
 
 
 @dataclass

@@ -41,10 +41,11 @@ _READING = """How to read it:
 - *s/window*: from a barrier until the slowest rank has stepped its optimizer; median of all rounds, and extremes.
 - *against none*: how many times faster than mode `none` with resharding, at the same N.
 - *N x compute + sync*: what a window would take that syncs once, and how far the measured time is above that. *Compute*
-  is a micro-step that sends nothing between the hosts: inside a window of HSDP's `all_reduce`, of FSDP's `grad_sync`
-  with parameters kept gathered, of DDP's deferral. *Sync* is what a window of one micro-step takes beyond that.
-- *predicted*: by `cosmos_framework.utils.accum_cost` from a few micro-steps measured before the rounds, and how far it
-  is above what was measured.
+  is a micro-step that sends nothing between the hosts, inside a window of HSDP's `all_reduce`, of FSDP's `grad_sync`
+  with parameters kept gathered, of DDP's deferral; on the slowest rank, for which the others wait at the boundary.
+  *Sync* is what a window of one micro-step takes beyond that.
+- *predicted*: what `cosmos-accum-plan` says, from windows of one and of three micro-steps that are measured between the
+  others, and how far it is above what was measured.
 - *link*: what both hosts sent in one window, as their interfaces count it: headers, acknowledgements, clipping's norm
   and the barrier that ends the window are in it.
 - *gradient held*, *parameters kept*: on one rank, just before the boundary. Mode `none` holds its reduced gradient as

@@ -67,7 +67,7 @@ class Ideal:
     """The two parts of a micro-step under one parallelism.
 
     Attributes:
-        compute_s: Seconds of a micro-step that sends nothing between the hosts.
+        compute_s: Seconds of a micro-step that sends nothing between the hosts, on the slowest rank of each window.
         sync_s: Seconds that all of its collectives between the hosts, and the optimizer, add.
     """
 
@@ -102,7 +102,7 @@ def ideals_of(measured: dict[str, Any]) -> dict[str, Ideal]:
         silent = [entry for entry in entries if (entry["mode"], entry["reshard"]) == (mode, reshard)]
         long = [entry for entry in silent if _accum(entry) > 2]
         if long:
-            compute_s = _median_inner_s(max(long, key=_accum))
+            compute_s = _median(max(long, key=_accum), "inner_s")
             shortest = min(
                 (entry for entry in entries if Case.from_dict(entry) == Case.from_dict(entry).baseline), key=_accum
             )
@@ -136,8 +136,3 @@ def _accum(entry: dict[str, Any]) -> int:
 
 def _median(entry: dict[str, Any], name: str) -> float:
     return statistics.median(window[name] for window in entry["windows"])
-
-
-def _median_inner_s(entry: dict[str, Any]) -> float:
-    """Of the micro-steps between a window's first and its boundary."""
-    return statistics.median(statistics.mean(window["steps_s"][1:-1]) for window in entry["windows"])

@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,19 +31,15 @@ class Timing:
 
     Attributes:
         seconds: From a barrier until the slowest rank has stepped its optimizer.
-        steps_s: Seconds of each micro-step, means over the ranks: one that is ahead waits in the next sync.
+        inner_s: Mean seconds of the micro-steps between the first and the boundary, on the slowest rank, for which
+            the others wait at the boundary; None if there is none between them.
         link_bytes: Bytes that both hosts sent over the link, as their interfaces count them: headers,
             acknowledgements and the closing barrier included.
     """
 
     seconds: float
-    steps_s: tuple[float, ...]
+    inner_s: float | None
     link_bytes: int
-
-    @property
-    def inner_s(self) -> float:
-        """Mean seconds of the micro-steps between the first and the boundary, of which there must be one."""
-        return statistics.mean(self.steps_s[1:-1])
 
 
 @dataclass(frozen=True)
@@ -84,9 +78,9 @@ def time_window(trial: Trial, case: Case) -> Timing:
         moments.append(time.perf_counter())
     distributed.barrier()
     sent = sent_bytes() - sent_before if os.environ["LOCAL_RANK"] == "0" else 0
-    own_steps_s = [end - begin for begin, end in itertools.pairwise(moments)]
-    seconds, steps_s, sents = zip(*_from_all_ranks((sum(own_steps_s), own_steps_s, sent)), strict=True)
-    return Timing(max(seconds), tuple(map(statistics.mean, zip(*steps_s, strict=True))), sum(sents))
+    inner_s = (moments[-2] - moments[1]) / (case.accum - 2) if case.accum > 2 else None
+    seconds, inners_s, sents = zip(*_from_all_ranks((moments[-1] - moments[0], inner_s, sent)), strict=True)
+    return Timing(max(seconds), None if inner_s is None else max(inners_s), sum(sents))
 
 
 def weigh_window(trial: Trial, case: Case) -> Weight:

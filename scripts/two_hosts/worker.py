@@ -25,7 +25,7 @@ import torch
 
 from cosmos_framework.data.lerobot import Episode, write_dataset
 from cosmos_framework.scripts.train import build_dataloaders
-from cosmos_framework.trainer.trial import Trial, measure
+from cosmos_framework.trainer.trial import Measurement, Trial
 from cosmos_framework.utils import distributed, misc
 from cosmos_framework.utils.accum_cost import Figures, Way, predict
 from cosmos_framework.utils.config import load_config
@@ -80,9 +80,10 @@ def _measure(settings: Settings, folder: Path) -> dict[str, Any]:
         link = calibrate(trials.get("hsdp") or _trial("hsdp", settings, folder), link)
     any_trial = next(iter(trials.values()))
     cases = cases_of(settings, parameter_bytes(any_trial))
-    figures = _figures(trials)
-    weights = _weigh(trials, cases)
-    timings = _time(trials, cases, settings.rounds)
+    measurements = {name: Measurement(trial) for name, trial in trials.items()}
+    weights = _warm_up(trials, cases, measurements)
+    timings = _time(trials, cases, measurements, settings.rounds)
+    figures = {name: measurement.figures() for name, measurement in measurements.items()}
     return {
         "link": asdict(link),
         "recipe": [*RECIPE, *settings.overrides],
@@ -162,28 +163,32 @@ def measure_micro_step(trial: Trial, windows: int = 4) -> MicroStep:
     return MicroStep(compute_s, both_s - compute_s)
 
 
-def _figures(trials: dict[str, Trial]) -> dict[str, Figures]:
-    begin = time.perf_counter()
-    figures = {name: measure(trial) for name, trial in trials.items()}
-    _say(f"micro-steps measured for the predictions: {time.perf_counter() - begin:.0f} s")
-    return figures
-
-
-def _weigh(trials: dict[str, Trial], cases: list[Case]) -> dict[Case, Weight]:
+def _warm_up(trials: dict[str, Trial], cases: list[Case], measurements: dict[str, Measurement]) -> dict[Case, Weight]:
     """Weighs every case, which warms it up for the timed windows as well."""
     begin = time.perf_counter()
     weights = {case: weigh_window(trials[case.parallelism], case) for case in cases}
+    for measurement in measurements.values():
+        measurement.add_round()
     _say(f"warm-up, in which memory is measured: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
     return weights
 
 
-def _time(trials: dict[str, Trial], cases: list[Case], rounds: int) -> dict[Case, list[Timing]]:
-    """Times one window of each case a round, in an order that is the same on all ranks and another each round."""
+def _time(
+    trials: dict[str, Trial], cases: list[Case], measurements: dict[str, Measurement], rounds: int
+) -> dict[Case, list[Timing]]:
+    """Times one window of each case a round, in an order that is the same on all ranks and another each round.
+
+    What the predictions are made from is measured in between, so that a slow minute of the machine hits both alike.
+    """
     timings = defaultdict(list)
+    steps: list[Case | Measurement] = [*cases, *measurements.values()]
     for index in range(rounds):
         begin = time.perf_counter()
-        for case in random.Random(index).sample(cases, len(cases)):
-            timings[case].append(time_window(trials[case.parallelism], case))
+        for step in random.Random(index).sample(steps, len(steps)):
+            if isinstance(step, Case):
+                timings[step].append(time_window(trials[step.parallelism], step))
+            else:
+                step.add_round()
         _say(f"round {index + 1} of {rounds}: {len(cases)} windows, {time.perf_counter() - begin:.0f} s")
     return timings
 

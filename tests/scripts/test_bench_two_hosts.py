@@ -77,7 +77,7 @@ def entry(
         "memory_gib": None,
         "weight": {"held_bytes": 2**20, "gathered_bytes": 0, "peak_bytes": 3 * 2**20},
         "windows": [
-            {"seconds": window_s, "steps_s": [0.0, *[step_s] * (accum - 2), 0.0], "link_bytes": 2**21}
+            {"seconds": window_s, "inner_s": step_s, "link_bytes": 2**21}
             for window_s, step_s in zip(seconds, inner, strict=True)
         ],
     }

@@ -57,8 +57,12 @@ class FSDP2Backend:
         In every mode but "none" that is so even if nothing waits: ranks that use different parameters are found out.
         """
         compares_ranks = self._settings.mode is not AccumMode.NONE and group.shard_size * group.replicate_size > 1
-        keeps_gathered, unused = self._choices[group].keeps_gathered, self._settings.reduce_unused_params
+        keeps_gathered, unused = self._choices[group].keeps_gathered, self._fills_unused(group)
         return (compares_ranks or keeps_gathered or unused or self._waits(group)) and group.user_lets_reduce
+
+    def _fills_unused(self, group: ParamGroup) -> bool:
+        """Whether parameters that this rank does not use are reduced as zeros, for another rank may use them."""
+        return self._settings.reduce_unused_params or group.user_fills_unused
 
     def _waits(self, group: ParamGroup) -> bool:
         return group in self._held and self._held[group].is_waiting
@@ -92,7 +96,7 @@ class FSDP2Backend:
     def _reduce_if_run(self, group: ParamGroup, all_reduce: bool, reshard: bool) -> None:
         # What is held of a group without a fresh gradient waits on: autograd may still be on its way to the group, and
         # torch calls here for every group whenever a backward ends, that of a reentrant checkpoint included.
-        if group.fresh() or (self._settings.reduce_unused_params and group.has_run):
+        if group.fresh() or (self._fills_unused(group) and group.has_run):
             self._reduce(group, all_reduce, reshard)
         else:
             group.post_backward(reshard=reshard)
@@ -117,7 +121,7 @@ class FSDP2Backend:
                 group.fill(position)
         # Hooks run where a gradient is. Whether another rank has one is known at the window's end; what is reduced in
         # each micro-step cannot wait for that, so that all ranks run all hooks there, as torch does.
-        knows = self._choices[group].waits or not self._settings.reduce_unused_params
+        knows = self._choices[group].waits or not self._fills_unused(group)
         with group.hooks_silent(zeros if knows else ()):
             held.partial = group.post_backward(held.partial, all_reduce, reshard)
         held.layout = covered
@@ -132,15 +136,16 @@ class FSDP2Backend:
         if waiting := [group for group, held in self._touched() if held.is_waiting]:
             with intercepted(self._window, waiting, lambda group: self._reduce(group, all_reduce=True)):
                 finish_backward(waiting)
-        if stuck := self.held_back():
+        if stuck := [(group, held) for group, held in self._touched() if held.is_waiting or not group.user_lets_reduce]:
+            names = [name for group, held in stuck for name in self._names(group, held.used)]
             raise HeldBackGradientError(
-                f"gradients of {', '.join(stuck)} are still held back after the boundary, since gradient sync was "
+                f"gradients of {', '.join(names)} are still held back after the boundary, since gradient sync was "
                 "switched off by hand inside the window: switch it on again before the boundary."
             )
         used = self._used_by_any_rank()
         for group, held in self._touched():
             for position, was_none in held.filled.items():
-                if (group, position) in used:
+                if (group, position) in used or group.user_fills_unused:
                     if position not in held.used and self._choices[group].waits:
                         group.run_hooks(position)
                 elif was_none:
@@ -169,8 +174,8 @@ class FSDP2Backend:
             if not self._taking_part.isdisjoint(usage.groups):
                 anywhere, in_part = usage.over_ranks(self._held)
                 used.update(anywhere)
-                mixed += in_part
-        if mixed and not self._settings.reduce_unused_params:
+                mixed += [(group, position) for group, position in in_part if not self._fills_unused(group)]
+        if mixed:
             names = [name for group, position in mixed for name in self._names(group, {position})]
             raise HeldBackGradientError(
                 f"some ranks used {', '.join(names)} in this window and some did not. If that is meant, set "

@@ -246,6 +246,11 @@ class ParamGroup:
         """False where the user has switched a collective off by hand, which is then none of our business."""
         return self.group.reduce_grads and self.group.all_reduce_grads
 
+    @property
+    def user_fills_unused(self) -> bool:
+        """True where torch itself reduces unused parameters as zeros, which then are their gradients (torch 2.13)."""
+        return getattr(self.group, "reduce_scatter_unused_params", False)
+
     def post_backward(self, partial: Tensor | None = None, all_reduce: bool = True, reshard: bool = True) -> Any:
         """Lets torch reduce what it sees, on top of `partial`; returns the new partial if the all-reduce waits.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
@@ -33,9 +33,19 @@ class NoSyncBackend:
     @contextmanager
     def micro_step(self, boundary: bool) -> Iterator[None]:
         waits = not boundary and self._settings.mode is not AccumMode.NONE
-        with self._module.no_sync() if waits else nullcontext():  # type: ignore[operator]
+        with ExitStack() as block:
+            if waits:
+                self._enter_no_sync(block)
             yield
         self._is_waiting |= waits
+
+    def _enter_no_sync(self, block: ExitStack) -> None:
+        try:
+            block.enter_context(self._module.no_sync())  # type: ignore[operator]
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(self._module).__name__}.no_sync(): {error}; fsdp_accum_mode='none' works without it."
+            ) from error
 
     def close_window(self) -> None:
         self._is_waiting = False

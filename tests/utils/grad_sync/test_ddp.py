@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from cosmos_framework.utils import distributed
 from cosmos_framework.utils.collectives import CollectiveCounter
 from cosmos_framework.utils.grad_sync import GradSync, HeldBackGradientError
-from tests.utils.grad_sync.windows import batch, build, gradients, micro_step, reference, worst_error
+from tests.utils.grad_sync.windows import DIM, batch, build, gradients, micro_step, reference, worst_error
 
 ALL_USED = [["abh", "abh", "abh"], ["abh"], ["abh", "abh"]]
 UNUSED = {
@@ -119,6 +120,66 @@ def unused_parameters() -> None:
 
 def test_find_unused_parameters_is_exact(rank_pool: Any) -> None:
     rank_pool.run(unused_parameters, world_size=RANKS)
+
+
+class Checkpointed(nn.Module):
+    """One layer checkpointed and, once more, not; another that is never used."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shared, self.unused = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        x = checkpoint(self.shared, self.first(x), use_reentrant=self.use_reentrant)
+        return self.shared(torch.tanh(x))
+
+
+def static_graphs(use_reentrant: bool) -> None:
+    ddp = DistributedDataParallel(Checkpointed(use_reentrant), static_graph=True)
+    truth = Checkpointed(use_reentrant).double()
+    sync, reductions = GradSync(ddp), []
+    for index in range(8):
+        with CollectiveCounter() as counter, sync.micro_step(boundary=index % 2 == 1):
+            micro_step(ddp, index, "", 2)
+        reductions.append(counter.calls("all_reduce", "world"))
+        for rank in range(RANKS):
+            (truth(batch(index, rank).double(), "").pow(2).mean() / 2 / RANKS).backward()
+        if index % 2:
+            assert worst_error(gradients(ddp.module), gradients(truth)) < CLOSE, index
+            ddp.zero_grad(), truth.zero_grad()
+    # Four windows: one reduction each, that of the very first backward, and its map of the parameters used.
+    assert reductions == [2, 1, 0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_static_graph_with_checkpointing_shared_and_unused_parameters(rank_pool: Any, use_reentrant: bool) -> None:
+    rank_pool.run(static_graphs, use_reentrant, world_size=RANKS)
+
+
+def compiled() -> None:
+    torch._dynamo.reset()
+    models: list[tuple[Any, Any]] = [
+        (ddp := DistributedDataParallel(torch.compile(build(), backend="eager")), ddp),
+        (torch.compile(ddp := wrap(), backend="eager"), ddp),
+    ]
+    for model, ddp in models:
+        sync, reductions = GradSync(model), []
+        for index in range(6):
+            with CollectiveCounter() as counter, sync.micro_step(boundary=index % 3 == 2):
+                micro_step(model, index, "abh", 3)
+            reductions.append(counter.calls("all_reduce", "world"))
+            if index % 3 == 2:
+                found = {name.removeprefix("_orig_mod."): grad for name, grad in gradients(ddp.module).items()}
+                assert worst_error(found, expected_of([["abh"] * 3] * 2)[index // 3]) < CLOSE
+                model.zero_grad()
+        assert reductions == [0, 0, 1] * 2
+
+
+@pytest.mark.slow
+def test_compiled_inside_and_outside_of_ddp(rank_pool: Any) -> None:
+    rank_pool.run(compiled, world_size=RANKS)
 
 
 def counting_hook(calls, bucket):  # type: ignore[no-untyped-def]  # torch wants annotations that are no strings

@@ -11,8 +11,22 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.utils.grad_sync.windows import MESHES, Setup, mesh_of, reference, run_windows, worst_error
+from cosmos_framework.utils.collectives import CollectiveCounter
+from cosmos_framework.utils.grad_sync import GradSync
+from tests.utils.grad_sync.windows import (
+    MESHES,
+    Setup,
+    build,
+    gradients,
+    mesh_of,
+    micro_step,
+    reference,
+    run_windows,
+    worst_error,
+)
 
 # The patterns with which torch's own setters lose, mix up or crash on gradients, and more; two windows each.
 PATTERNS = {
@@ -91,3 +105,54 @@ SETUPS = st.builds(
 def test_any_usage_equals_none(rank_pool: Any, windows: list[list[str]], setup: Setup) -> None:
     for ((error, _),) in rank_pool.run(errors_against_none, windows, [setup]):
         assert error < (1e-2 if setup.mixed else 1e-5)
+
+
+def errors_of_a_long_window() -> dict[str, float]:
+    """Of each mode against float64, bfloat16 parameters and float32 reduction, after 64 micro-steps."""
+    mesh_of.cache_clear()
+    windows = [["abh"] * 64]
+    (truth,) = reference(windows)
+    found = {
+        mode: run_windows(windows, Setup(mode=mode, mixed=True))[0] for mode in ("none", "all_reduce", "grad_sync")
+    }
+    return {mode: worst_error(grads, truth) for mode, (grads,) in found.items()}
+
+
+@pytest.mark.slow
+def test_sums_of_many_micro_steps_stay_accurate(rank_pool: Any) -> None:
+    """What waits is summed in the reduce dtype, not in that of the parameters."""
+    for errors in rank_pool.run(errors_of_a_long_window):
+        assert errors["none"] < 1e-2
+        assert max(errors.values()) < 1.2 * errors["none"]
+
+
+NAMES = ("dp_replicate", "dp_shard")
+
+
+def windows_over(shape: tuple[int, ...]) -> None:
+    """Meshes with a dimension of one rank; where all are, no mode sends more than "none" does."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+    windows = [*PATTERNS["a then b"], *PATTERNS["head unused at the boundary"]]
+    truth, kinds_of_none = reference(windows, mesh.size()), set[str]()
+    for mode, reshard in itertools.product(["none", "all_reduce", "grad_sync"], [True, False]):
+        net = build()
+        for part in (net.trunk, net.head, net):
+            fully_shard(part, mesh=mesh)
+        sync, index = GradSync(net, mode, reshard), 0
+        for window, expected in zip(windows, truth, strict=True):
+            with CollectiveCounter() as counter:
+                for step, use in enumerate(window):
+                    with sync.micro_step(boundary=step == len(window) - 1):
+                        micro_step(net, index, use, len(window))
+                    index += 1
+            kinds = {kind for kind, _ in counter.totals()}
+            kinds_of_none |= kinds if mode == "none" else set()
+            assert mesh.size() > 1 or kinds <= kinds_of_none
+            assert worst_error(gradients(net), expected) < 1e-5, (shape, mode, reshard)
+            net.zero_grad()
+
+
+def test_dimensions_of_one_rank(rank_pool: Any) -> None:
+    rank_pool.run(windows_over, (1,), world_size=1)
+    rank_pool.run(windows_over, (1, 1), world_size=1)
+    rank_pool.run(windows_over, (1, 4))

@@ -267,6 +267,13 @@ def nested_meshes(wrap: Wrap) -> Case:
     return Case(nn.ModuleDict({"net": net}), lambda m, x, step, length: square(m["net"](x, *range(3 - step, 3))))
 
 
+def plain_root(wrap: Wrap) -> Case:
+    """A root that is not sharded itself, with blocks that are, and whose own weight nobody synchronises."""
+    net = three()
+    wrap(*net.blocks[1:])
+    return Case(nn.ModuleDict({"net": net}), lambda m, x, step, length: square(m["net"](x, *range(3 - step, 3))))
+
+
 def groups_in_one_module(wrap: Wrap) -> Case:
     """The module's weights go to another mesh than its biases: two groups, one `fully_shard`."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -360,6 +367,7 @@ CASES: dict[str, Callable[[Wrap], Case]] = {
     "one branch": one_branch,
     "several meshes": several_meshes,
     "nested meshes": nested_meshes,
+    "plain root": plain_root,
     "grouped modules": grouped_modules,
     "second dimension": second_dimension,
     "student and critic": student_and_critic,

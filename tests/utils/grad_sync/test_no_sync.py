@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -75,3 +78,24 @@ def test_windows_of_fsdp1_are_exact_and_reduce_once(rank_pool: Any) -> None:
             assert held
             for found, wanted in zip(windows, expected, strict=True):
                 torch.testing.assert_close(found[: len(wanted)].double(), wanted, rtol=1e-5, atol=1e-7)
+
+
+class Refusing(nn.Linear):
+    """Shards gradients in each backward, so that it has nothing to offer but a refusal."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        raise AssertionError("gradients are sharded here")
+        yield
+
+
+def test_wrapper_that_refuses_is_named() -> None:
+    model = Refusing(2, 2)
+    with pytest.raises(RuntimeError, match=r"Refusing.no_sync\(\): gradients are sharded here.*fsdp_accum_mode='none'"):
+        with GradSync(model).micro_step(boundary=False):
+            raise NotImplementedError
+    for boundary in (False, True):
+        with GradSync(model, "none").micro_step(boundary):
+            model(torch.ones(1, 2)).sum().backward()
+    assert model.bias.grad is not None
+    assert model.bias.grad.tolist() == [2, 2]

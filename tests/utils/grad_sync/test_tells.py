@@ -305,6 +305,12 @@ def test_unknown_layout_is_one_clear_error_and_mode_none_works(rank_pool: Any) -
     rank_pool.run(unknown_layout)
 
 
+def torch_methods(net: nn.Module) -> tuple[Any, ...]:
+    """What a block replaces while it is open."""
+    group_class = type(fsdp_groups(net)[0])
+    return group_class.post_backward, group_class.reshard
+
+
 def nothing_installed() -> None:
     mesh_of.cache_clear()
     net = shard(build(), Setup())
@@ -312,14 +318,17 @@ def nothing_installed() -> None:
     ddp_net = DistributedDataParallel(build())
     for mode, boundaries in (("none", [False, False, True]), ("all_reduce", [True, True]), ("grad_sync", [True])):
         syncs = GradSync(net, mode), GradSync(ddp_net, mode)
-        before = [dict(vars(group)) for group in fsdp_groups(net)]
+        before = torch_methods(net)
         for boundary in boundaries:
             with syncs[0].micro_step(boundary), syncs[1].micro_step(boundary):
-                assert [dict(vars(group)) for group in fsdp_groups(net)] == before
+                assert torch_methods(net) == before
                 assert ddp_net.require_backward_grad_sync is True
                 assert ddp_net.require_forward_param_sync is True
                 for param in (*net.parameters(), *ddp_net.parameters()):
                     assert not getattr(param, "_post_accumulate_grad_hooks", None)
+    with GradSync(net).micro_step(boundary=False):
+        assert torch_methods(net) != before, "otherwise this test says nothing"
+    assert torch_methods(net) == before
 
 
 def test_nothing_is_installed_where_nothing_can_wait(rank_pool: Any) -> None:
