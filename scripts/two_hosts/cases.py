@@ -22,14 +22,14 @@ PARALLELISMS: dict[str, tuple[str, ...]] = {
     "hsdp": ("parallelism=hsdp",),
 }
 
-# Two ranks on one core compute such a micro-step in about 0.2 s, most of it in the model and little in gathering shards
-# within the host; the calibrated link has 100 to 200 Mbit/s then, which costs their core little.
+# Two ranks on one core compute such a micro-step in about 0.3 s, most of it in the model and little in gathering shards
+# within the host; the calibrated link has about 100 Mbit/s then, which costs their core little.
 RECIPE = (
     "recipe=action_policy",
     "model.depth=6",
     "model.heads=4",
     "model.head_width=32",
-    "dataloader_train.batch_size=32",
+    "dataloader_train.batch_size=48",
     # On CPU torch's other implementations spend more time in DTensor's dispatch than the rest of a step takes.
     "optimizer.fused=true",
     "scheduler=constant",

@@ -23,6 +23,7 @@ from two_hosts.summary import Ideal, Row  # noqa: E402
 K = TypeVar("K")
 
 COLOURS = {"none": "tab:gray", "all_reduce": "tab:blue", "grad_sync": "tab:orange"}
+HELD = "gradient held and parameters kept, MiB per rank"
 TITLES = {"ddp": "DDP", "ddp_static_graph": "DDP, static_graph", "fsdp": "FSDP", "hsdp": "HSDP"}
 
 
@@ -50,14 +51,14 @@ def plot_window_time(rows: Sequence[Row], ideals: dict[str, Ideal], path: Path) 
 
 
 def plot_time_against_memory(rows: Sequence[Row], accum: int, path: Path) -> None:
-    """Draws, for windows of `accum` micro-steps, their seconds against a rank's peak memory."""
+    """Draws, for windows of `accum` micro-steps, their seconds against what a rank holds before the boundary."""
 
     def draw(axes: Axes, parallelism: str, shown: list[Row]) -> None:
         for row in shown:
             mode, reshard = row.case.mode, row.case.reshard
             style = _style(mode, reshard) | {"linestyle": "none"}
-            axes.errorbar([row.peak_mib], [row.seconds], yerr=_spread([row]), **style, label=_label(mode, reshard))
-        axes.set(xlabel="peak inside a window, MiB per rank", xlim=(0, None))
+            axes.errorbar([_held_mib(row)], [row.seconds], yerr=_spread([row]), **style, label=_label(mode, reshard))
+        axes.set(xlabel=HELD)
 
     shown = [row for row in _of_the_grid(rows) if row.case.accum == accum]
     _panels(shown, draw, f"seconds per window of {accum}", path)
@@ -83,7 +84,7 @@ def plot_budgets(rows: Sequence[Row], path: Path) -> None:
                 axes.plot([_held_mib(row)], [row.seconds], **style, label=_label(mode, reshard))
     axes.set(
         title=f"{TITLES[case.parallelism]}, mode auto, {case.accum} micro-steps",
-        xlabel="gradient held and parameters kept, MiB per rank",
+        xlabel=HELD,
         ylabel="seconds per window",
         ylim=(0, None),
     )

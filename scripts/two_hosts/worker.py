@@ -155,7 +155,7 @@ def calibrate(trial: Trial, link: Link) -> Link:
     return link
 
 
-def measure_micro_step(trial: Trial, windows: int = 4) -> MicroStep:
+def measure_micro_step(trial: Trial, windows: int = 8) -> MicroStep:
     """Measures compute and sync of one micro-step, medians over `windows` windows of each kind in turns."""
     waits, syncs = Case("hsdp", "all_reduce", True, 6), Case("hsdp", "none", True, 6)
     pairs = [(time_window(trial, waits).inner_s, time_window(trial, syncs).inner_s) for _ in range(windows)]
