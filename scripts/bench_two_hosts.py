@@ -3,8 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what each mode of gradient accumulation costs and saves between two hosts, on one machine.
 
-    sudo python scripts/bench_two_hosts.py --calibrate
-    sudo python scripts/bench_two_hosts.py --rate-mbit 100 --parallelisms hsdp --out /tmp/mine model.depth=4
+    sudo "$(which python)" scripts/bench_two_hosts.py --calibrate
+    sudo "$(which python)" scripts/bench_two_hosts.py --rate-mbit 100 --parallelisms hsdp --out /tmp/mine model.depth=4
 
 Two network namespaces stand for the hosts, a shaped veth pair for the link; torchrun starts two ranks in each, which
 share one core. The ranks train the real recipe with the real trainer. Overrides of its configuration may follow the
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="find the rate at which compute and sync of a micro-step of HSDP are as 10.8 to 11.4, from --rate-mbit on",
     )
-    parser.add_argument("--rounds", type=count, default=6, help="timed windows of each case")
+    parser.add_argument("--rounds", type=count, default=10, help="timed windows of each case")
     parser.add_argument("--parallelisms", nargs="+", choices=PARALLELISMS, default=list(PARALLELISMS))
     parser.add_argument("--accumulations", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder to write to")

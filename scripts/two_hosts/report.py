@@ -26,7 +26,7 @@ _INTRODUCTION = """# What each mode costs and saves between two hosts
 `scripts/bench_two_hosts.py` wrote this page, the plots, `results.csv` and `results.json` (every single window):
 
 ```bash
-sudo python scripts/bench_two_hosts.py --calibrate
+sudo "$(which python)" scripts/bench_two_hosts.py --calibrate
 ```
 
 It needs root, iproute2, and a machine on which nothing else runs. Two network namespaces stand for two hosts. A veth
