@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -57,7 +58,7 @@ class RankPool:
         """
         world_size = world_size or self.size
         if not self._ranks:
-            self._ranks = [self._start() for _ in range(self.size)]
+            self._ranks = [self._start(rank) for rank in range(self.size)]
         connections = [connection for _, connection in self._ranks[:world_size]]
         with tempfile.TemporaryDirectory() as folder:
             for rank, connection in enumerate(connections):
@@ -95,9 +96,9 @@ class RankPool:
             process.join()
         self._ranks = []
 
-    def _start(self) -> tuple[Any, Connection]:
+    def _start(self, rank: int) -> tuple[Any, Connection]:
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(there,), daemon=True)
+        process = self._context.Process(target=_serve, args=(there, rank), daemon=True)
         process.start()
         there.close()
         return process, here
@@ -129,10 +130,13 @@ def _each_case(fn: Callable[..., Any], cases: dict[str, tuple[Any, ...]]) -> dic
     return results
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # A collective of gloo takes a third less time where its threads wake each other on the core that they are on.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     while True:
         try:
             task = connection.recv_bytes()
@@ -149,8 +153,12 @@ def _answer(task: bytes) -> bytes:
         store = dist.FileStore(store_path, world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
         try:
-            dist.barrier()  # a rank that is done at once must not leave while others still connect to it
-            return pickle.dumps((True, fn(*args)))
+            # A rank that is done must not leave while others still connect to it, in this group or in one that fn made.
+            dist.barrier()
+            answer = pickle.dumps((True, fn(*args)))
+            if dist.is_initialized():
+                dist.barrier()
+            return answer
         finally:
             dist.destroy_process_group()
     except BaseException:

@@ -71,7 +71,7 @@ def alone() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(rank_pool: Any, tmp_path: Path, layout: str) -> None:
     whole = rank_pool.run(train, tmp_path / "whole", *LAYOUTS[layout], "trainer.max_iter=4")
     rank_pool.run(train, tmp_path / "parts", *LAYOUTS[layout], "trainer.max_iter=2")

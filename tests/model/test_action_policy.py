@@ -109,7 +109,8 @@ def losses(rank_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return losses_with
 
 
-@pytest.mark.parametrize("mode", ["all_reduce", pytest.param("grad_sync", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["all_reduce", "grad_sync"])
 def test_the_recipe_learns_and_repeats_bit_for_bit(losses: Callable[..., list[float]], mode: str) -> None:
     hsdp = ("parallelism=hsdp", f"trainer.fsdp_accum_mode={mode}")
     first, second = losses(*hsdp), losses(*hsdp, run="second")

@@ -204,6 +204,7 @@ LOST_ANCHORS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "old", "new", "said"), LOST_ANCHORS)
 def test_lost_anchor_is_listed_and_nothing_written(
     run: Run, checkout: Path, capsys: pytest.CaptureFixture[str], path: str, old: str, new: str, said: str

@@ -35,6 +35,7 @@ LAYOUTS = {
     "replicate_only": ["model.parallelism.data_parallel_replicate_degree=4"],
 }
 MODES = ["none", "all_reduce", "grad_sync"]
+QUICK = ("ddp", "ddp_static_graph", "hsdp")
 
 WINDOWS_SEEN: list[dict[str, torch.Tensor | None]] = []
 
@@ -121,7 +122,9 @@ class Trained:
         self.by_rank = rank_pool.run_cases(train, cases)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def trained(request: pytest.FixtureRequest, rank_pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(rank_pool, tmp_path_factory.mktemp(request.param), request.param)
 

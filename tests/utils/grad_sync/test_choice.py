@@ -62,6 +62,7 @@ def ends() -> None:
             assert worst_error(found[0], none[0]) < (1e-2 if mixed else 1e-5)
 
 
+@pytest.mark.slow
 def test_ends_send_what_all_reduce_and_grad_sync_send(rank_pool: Any) -> None:
     rank_pool.run(ends)
 

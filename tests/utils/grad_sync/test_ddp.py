@@ -353,6 +353,7 @@ def exceptions() -> None:
             assert calls, case
 
 
+@pytest.mark.slow
 def test_model_trains_on_after_an_exception(rank_pool: Any) -> None:
     rank_pool.run(exceptions, world_size=RANKS)
 

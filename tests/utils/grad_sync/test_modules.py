@@ -389,6 +389,17 @@ if WALKS_DATACLASSES:
 if SHARDS_BY_PARAMETER:
     CASES["groups in one module"] = groups_in_one_module
 
+QUICK = (
+    "LoRA",
+    "tied",
+    "called several times",
+    "one branch",
+    "several meshes",
+    "grouped modules",
+    "checkpointed inside, not reentrant",
+    "checkpointed blocks, reentrant",
+    "output is a dict",
+)
 MODES = list(itertools.product(["all_reduce", "grad_sync"], [True, False]))
 WRAPS = [
     Wrap("hsdp", mixed=False),
@@ -449,7 +460,7 @@ def assert_equal(errors_by_setup: dict[tuple[Wrap, str, bool], float]) -> None:
         assert error < (2e-2 if wrap.mixed else 1e-5), (wrap, mode, reshard)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "compiled" else n for n in CASES])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 @pytest.mark.parametrize(
     "wrap", [pytest.param(WRAPS[0], id="float32"), pytest.param(WRAPS[1], id="mixed", marks=pytest.mark.slow)]
 )
@@ -465,7 +476,7 @@ def test_module_that_reshards_to_two_ranks(rank_pool: Any, name: str) -> None:
         assert_equal(found)
 
 
-@pytest.mark.parametrize("name", ["LoRA", "student and critic"])
+@pytest.mark.parametrize("name", ["LoRA", pytest.param("student and critic", marks=pytest.mark.slow)])
 def test_windows_add_to_gradients_that_nobody_zeroed(rank_pool: Any, name: str) -> None:
     for found in rank_pool.run(errors, name, WRAPS[:1], False):
         assert_equal(found)

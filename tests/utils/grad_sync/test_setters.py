@@ -86,6 +86,7 @@ def switched_off_inside() -> None:
             assert worst_error(run_window(net, sync), wanted(mesh)) < 1e-5, (mesh, mode, reshard)
 
 
+@pytest.mark.slow
 def test_sync_switched_off_inside_a_window_is_refused(rank_pool: Any) -> None:
     rank_pool.run(switched_off_inside)
 
@@ -106,6 +107,7 @@ def off_all_along() -> None:
         assert worst_error(gradients(net), expected) < 1e-5, setup
 
 
+@pytest.mark.slow
 def test_sync_switched_off_by_hand_stays_torchs_business(rank_pool: Any) -> None:
     rank_pool.run(off_all_along)
 

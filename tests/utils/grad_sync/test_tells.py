@@ -175,6 +175,7 @@ def one_rank() -> None:
             assert "on one rank" in text
 
 
+@pytest.mark.slow
 def test_modes_that_save_nothing(rank_pool: Any) -> None:
     rank_pool.run(vain_modes)
     rank_pool.run(one_rank, world_size=1)
@@ -220,6 +221,7 @@ def misplaced() -> None:
         assert not records.warnings, records.warnings
 
 
+@pytest.mark.slow
 def test_forward_or_backward_outside_the_block(rank_pool: Any) -> None:
     rank_pool.run(misplaced)
 

@@ -131,6 +131,7 @@ def refused(setups: list[Setup]) -> None:
         assert worst_error(run(net, sync, in_turns)[0], expected_in_turns) < 1e-5, setup
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_without_saying_so_are_named(rank_pool: Any) -> None:
     """The gradients are refused on every rank, and gone, before an optimizer could step."""
     setups = [setup for setup in SETUPS if setup.mode != "none" and not setup.mixed]

@@ -136,6 +136,7 @@ def discard_everywhere() -> None:
         assert worst_error(gradients(net), wanted()) < 1e-5, setup
 
 
+@pytest.mark.slow
 def test_discarded_window_reaches_no_later_one(rank_pool: Any) -> None:
     rank_pool.run(discard_everywhere)
 
@@ -194,7 +195,8 @@ def exceptions_everywhere(setups: list[Setup]) -> None:
             net.zero_grad()
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_exception_leaves_nothing_and_the_next_window_is_exact(rank_pool: Any, reshard_after_forward: bool) -> None:
     setups = [Setup(s.mesh, s.mode, s.reshard, reshard_after_forward=reshard_after_forward) for s in SETUPS]
     rank_pool.run(exceptions_everywhere, setups)
@@ -248,6 +250,7 @@ def abandoned_everywhere() -> None:
         assert worst_error(run_window(net, sync), wanted()) < 1e-5, (old, new)
 
 
+@pytest.mark.slow
 def test_new_grad_sync_inherits_nothing(rank_pool: Any) -> None:
     rank_pool.run(abandoned_everywhere)
 
@@ -455,6 +458,7 @@ def all_reduce_by_hand_everywhere() -> None:
         assert max(map(worst_error, all_reduce_by_hand(setup), none)) < 1e-5, setup
 
 
+@pytest.mark.slow
 def test_all_reduce_switched_off_by_hand_stays_torchs_business(rank_pool: Any) -> None:
     rank_pool.run(all_reduce_by_hand_everywhere)
 
@@ -563,6 +567,7 @@ def late_modules_everywhere() -> None:
         assert worst_error(grads, seen[SETUPS[0]]) < 1e-5, setup
 
 
+@pytest.mark.slow
 def test_module_sharded_later_joins_the_next_window(rank_pool: Any) -> None:
     rank_pool.run(late_modules_everywhere)
 
@@ -593,7 +598,7 @@ def bytes_everywhere(mesh: str, mixed: bool) -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("mesh", ["hsdp", "replicate"])
+@pytest.mark.parametrize("mesh", ["hsdp", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_bytes_held_after_each_micro_step(rank_pool: Any, mesh: str, mixed: bool) -> None:
     """Sharded gradients in all_reduce, whole ones in grad_sync, none after the boundary."""
     rank_pool.run(bytes_everywhere, mesh, mixed)
