@@ -44,9 +44,10 @@ def main() -> None:
     print("modules  mode        reshard  walk (ms)  block (ms)  ratio")
     for count in args.modules:
         model = sharded_model(count, mesh, args.bare)
-        walk_s = median_s(partial(walk, model), WINDOW * args.repeats)
         for mode, reshard in itertools.product(FIXED_MODES, [True, False]):
-            block_s = median_s(partial(run_window, model, mode, reshard), args.repeats) / WINDOW
+            works = [partial(walk, model), partial(run_window, model, mode, reshard)]
+            walk_s, window_s = medians_s(works, args.repeats)
+            block_s = window_s / WINDOW
             numbers = f"{walk_s * 1e3:9.3f}  {block_s * 1e3:10.3f}  {block_s / walk_s:5.2f}"
             print(f"{count:7d}  {mode.value:10s}  {reshard!s:7s}  {numbers}")
     dist.destroy_process_group()
@@ -71,15 +72,15 @@ def run_window(model: nn.Module, mode: AccumMode, reshard: bool) -> None:
             pass
 
 
-def median_s(work: Callable[[], object], repeats: int) -> float:
-    """The median processor time of `work`, in seconds, after a first call that is not counted."""
-    work()
-    times = []
-    for _ in range(repeats):
-        begin = time.process_time()
-        work()
-        times.append(time.process_time() - begin)
-    return statistics.median(times)
+def medians_s(works: list[Callable[[], object]], repeats: int) -> list[float]:
+    """The median processor time of each of `works`, in seconds, taken in turns, since a machine has slow moments."""
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(1 + repeats):
+        for work, seen in zip(works, times, strict=True):
+            begin = time.process_time()
+            work()
+            seen.append(time.process_time() - begin)
+    return [statistics.median(seen[1:]) for seen in times]  # a first call warms up
 
 
 if __name__ == "__main__":

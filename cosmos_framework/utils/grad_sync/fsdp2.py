@@ -56,9 +56,12 @@ class FSDP2Backend:
 
         In every mode but "none" that is so even if nothing waits: ranks that use different parameters are found out.
         """
-        compares_ranks = self._settings.mode is not AccumMode.NONE and group.shard_size * group.replicate_size > 1
-        keeps_gathered, unused = self._choices[group].keeps_gathered, self._fills_unused(group)
-        return (compares_ranks or keeps_gathered or unused or self._waits(group)) and group.user_lets_reduce
+        return group.user_lets_reduce and (
+            (self._settings.mode is not AccumMode.NONE and group.shard_size * group.replicate_size > 1)
+            or self._choices[group].keeps_gathered
+            or self._fills_unused(group)
+            or self._waits(group)
+        )
 
     def _fills_unused(self, group: ParamGroup) -> bool:
         """Whether parameters that this rank does not use are reduced as zeros, for another rank may use them."""

@@ -244,7 +244,8 @@ class ParamGroup:
     @property
     def user_lets_reduce(self) -> bool:
         """False where the user has switched a collective off by hand, which is then none of our business."""
-        return self.group.reduce_grads and self.group.all_reduce_grads
+        group = self.group
+        return group.reduce_grads and group.all_reduce_grads
 
     @property
     def user_fills_unused(self) -> bool:
