@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="find the rate at which compute and sync of a micro-step of HSDP are as 10.8 to 11.4, from --rate-mbit on",
     )
-    parser.add_argument("--rounds", type=count, default=8, help="timed windows of each case")
+    parser.add_argument("--rounds", type=count, default=6, help="timed windows of each case")
     parser.add_argument("--parallelisms", nargs="+", choices=PARALLELISMS, default=list(PARALLELISMS))
     parser.add_argument("--accumulations", type=count, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument("--out", type=Path, default=DOCS, help="folder to write to")
