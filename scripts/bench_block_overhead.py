@@ -17,7 +17,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -72,7 +72,7 @@ def run_window(model: nn.Module, mode: AccumMode, reshard: bool) -> None:
             pass
 
 
-def medians_s(works: list[Callable[[], object]], repeats: int) -> list[float]:
+def medians_s(works: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """The median processor time of each of `works`, in seconds, taken in turns, since a machine has slow moments."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(1 + repeats):
